@@ -40,11 +40,11 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.devices import sharding
-from diffusion_jax.diffusion import guidance, guides, samplers
+from diffusion_jax.diffusion import guidance, guidance_kinds, samplers
 from diffusion_jax.draw import options, program
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits.scorer import open_scorer
-from diffusion_jax.train import loop, optimizer, scoring
+from diffusion_jax.train import loop, scoring
 from diffusion_jax.train.trace import FOLDER, Trace
 from diffusion_jax.train.train_command import exit_if_stopped
 from diffusion_jax.weights import restore
@@ -281,11 +281,10 @@ def trained(
         return json.loads(path.read_text())
     config, mesh = config_of(changes, seed, size), sharding.make_mesh()
     s = read_settings(config)
-    passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
     inputs, clock = imagen_train.prepare(s, mesh), Clock(workdir / FOLDER, range(0))
     with inputs.batches, runs.writing(workdir):
         runs.claim(workdir, config)
-        state = loop.train(inputs, s.run, passes, mesh, workdir, config, clock)
+        state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, config, clock)
     exit_if_stopped(state, s.run.steps)
     cost = {"train_steps": s.run.steps, "step_ms": 1e3 * clock.mean()}
     cost["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -383,7 +382,7 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guides.GuidedModel(objective.precond(times), sigmas))
+    guide = guidance.make(sampler, guidance_kinds.GuidedModel(objective.precond(times), sigmas))
     guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):

@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 def _step(config: str, *flags: str) -> tuple[str, ...]:
-    return ("benchmarks.train_step", f"--config=configs/{config}.py", *flags)
+    return ("benchmarks.train_step", f"--config=configs/{config}.py", "--profile", *flags)
 
 
 _BASE = _step("base64_500m", "--batch=64", "--steps=10")

@@ -3,8 +3,11 @@
 import importlib
 import json
 import pathlib
+import re
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -41,6 +44,37 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[float]:
     """Return the seconds of each of `count` calls, made after `warmup` untimed calls."""
     return [timed(work)[1] for _ in range(warmup + count)][warmup:]
+
+
+def gpu_kernels(work: Callable[[], object], calls: int = 3, longest: int = 40) -> dict[str, Any]:
+    """Profile some calls, and return the milliseconds per call that kernels took on GPUs.
+
+    Returns "total_ms", "kinds" (milliseconds by the operation's name in XLA's program without its
+    number, such as "cudnn-conv-bw-filter"), and "longest": [milliseconds, launches per call,
+    operation, kernel] of those that took longest. Without a GPU, everything is empty.
+    """
+    kinds: Counter[str] = Counter()
+    kernels: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                timed(work)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines
+                 if line.name.startswith("Stream")]  # fmt: skip
+        for event in (event for line in lines for event in line.events):
+            operation = next((str(v) for name, v in event.stats if name == "hlo_op"), event.name)
+            milliseconds = event.duration_ns / 1e6 / calls
+            kinds[re.sub(r"[._]\d+$", "", operation)] += milliseconds
+            row = kernels.setdefault((operation, event.name[:100]), [0.0, 0.0])
+            row[0], row[1] = row[0] + milliseconds, row[1] + 1 / calls
+    rows = sorted(((*row, *names) for names, row in kernels.items()), reverse=True)
+    return {
+        "total_ms": sum(kinds.values()),
+        "kinds": dict(kinds.most_common(longest)),
+        "longest": rows[:longest],
+    }
 
 
 def say(result: Mapping[str, Any] | str) -> None:

@@ -5,7 +5,7 @@
 The config's batch_size is the batch size for all nodes. Fewer nodes get a proportionally smaller
 batch, so each device always has the same number of samples. Weights and data are random, as in
 benchmarks.train_step. One axis of the mesh must be -1. If a step needs several passes, set
-optimizer.micro_batch, not optimizer.accumulate. By default, the devices of each process count as
+optimizer.micro_batch. By default, the devices of each process count as
 one node. --devices_per_node sets another number of devices, for example to try the command with
 JAX_NUM_CPU_DEVICES=8 on one computer.
 
@@ -30,7 +30,6 @@ from diffusion_jax import cli
 from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Line
-from diffusion_jax.train import optimizer
 from launch.planner.tasks import PlannedTask
 
 flags.adopt_module_key_flags(measure)
@@ -110,8 +109,8 @@ def cases(
                 "size to -1, such as --config.mesh.fsdp=-1"
             )
         run = model.run._replace(batch_size=batch)
-        settings = optimizer.for_mesh(model.optimizer, batch, mesh)
-        rows.append((nodes, mesh, model._replace(run=run, optimizer=settings)))
+        sharding.check_batch(batch, model.optimizer.micro_batch, mesh)
+        rows.append((nodes, mesh, model._replace(run=run)))
     return rows
 
 
@@ -131,7 +130,7 @@ def row(
         "nodes": nodes,
         "devices": devices,
         "batch": batch,
-        "micro_batches": model.optimizer.accumulate,
+        "micro_batches": timing.passes,
         "samples_per_second": rate,
         "perfect_linear": linear,
         "speed_up": rate / first["samples_per_second"],

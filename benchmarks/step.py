@@ -22,6 +22,9 @@ only the UNet. "moments": latent moments and texts, so the step also runs the te
 "images": images and texts, so the step runs the text encoder and the autoencoder too."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
+_PROFILE = flags.DEFINE_bool(
+    "profile", False, "On GPUs, also profile three steps: which kernels take how long."
+)
 _INPUTS = flags.DEFINE_enum(
     "inputs", "cached", INPUTS, "What a Stable Diffusion step reads; it computes everything else."
 )
@@ -39,6 +42,11 @@ class Timing(NamedTuple):
     """FLOPs of a step on all devices, including recomputation."""
     loss: float
     """Loss of the last step."""
+    kernels: dict[str, Any] | None = None
+    """Milliseconds of a GPU's kernels per step (see `measure.gpu_kernels`); None unless
+    --profile."""
+    passes: int = 1
+    """The number of passes of a step."""
 
     @property
     def median(self) -> float:
@@ -83,7 +91,8 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
     rows = memory.batch_of(model.example, model.run.batch_size)
     batch = _filled(rows, lambda rows: jax.tree.map(lambda _: split, rows))
 
-    step = loop.make_step(task, settings, tx, layout)
+    passes = optimizer.num_passes(settings, model.run.batch_size, mesh)
+    step = loop.make_step(task, settings, tx, layout, passes)
     traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = measure.timed(traced.lower)
     options = autotuning.deterministic_options(model.run.deterministic)
@@ -96,8 +105,10 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
         return metrics
 
     seconds = measure.rounds(train, STEPS.value, WARMUP.value)
-    work = flops.count(traced.jaxpr.jaxpr)
-    return Timing(seconds, trace_s, lower_s, compile_s, float(work), float(metrics["loss"]))
+    kernels = measure.gpu_kernels(train) if _PROFILE.value else None
+    work = float(flops.count(traced.jaxpr.jaxpr))
+    loss = float(metrics["loss"])
+    return Timing(seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes)
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:

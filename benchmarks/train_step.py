@@ -15,6 +15,7 @@ The command prints one line of JSON:
 - known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
   diffusion_jax/devices/hardware.py does not list.
+- kernels: with --profile, the milliseconds of a GPU's kernels per step, by operation.
 - planned: the planner's estimates for this device, samples/s at 40 % MFU and memory in GiB; null
   for several devices, and for devices that launch/accelerators.py does not list.
 """
@@ -29,7 +30,6 @@ from ml_collections import config_flags
 from benchmarks import measure, step
 from diffusion_jax import cli
 from diffusion_jax.devices import hardware, sharding
-from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.planner import estimate, tasks
 
@@ -79,7 +79,7 @@ def main() -> None:
             model, inputs = step.read(config)
         batch = model.run.batch_size
         mesh = sharding.make_mesh(*model.mesh)
-        model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
+        sharding.check_batch(batch, model.optimizer.micro_batch, mesh)
     planned = _planned(model, mesh)
     timing = step.run(model, mesh)
     parameters = tasks.parameters(model)
@@ -102,10 +102,11 @@ def main() -> None:
         "trace_s": timing.trace_s,
         "lower_s": timing.lower_s,
         "compile_s": timing.compile_s,
-        "micro_batches": model.optimizer.accumulate,
+        "micro_batches": timing.passes,
         "devices": mesh.size,
         **measure.machine(),
         "loss": timing.loss,
+        "kernels": timing.kernels,
     })  # fmt: skip
 
 

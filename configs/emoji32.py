@@ -1,8 +1,8 @@
 """Text-to-image model for 32x32 emoji, to train for an hour or more on two CPU cores.
 
 Prompts select the style (Noto or Fluent 3D), the skin tone and the background colour. The model has
-8,346,893 parameters. Before training, download and prepare the pictures; docs/data.md states their
-sources and licences.
+8,346,893 parameters. Before training, download and prepare the pictures; models/emoji32/README.md
+states their sources and licences.
 
 npm pack emoji-datasource-google @lobehub/fluent-emoji-3d
 python -m diffusion_jax.data.prepare emoji --style=noto:emoji-datasource-google-16.0.0.tgz \

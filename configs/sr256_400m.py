@@ -4,7 +4,7 @@ python -m imagen_jax.train --config=configs/sr256_400m.py --workdir=runs/sr256_4
 
 NVIDIA NeMo trains this model (as sr256-400m) on 128 GPUs with global batch size 2048 for 1.25
 million steps (2.56 billion samples). NeMo's documentation states 429 million parameters and 1.23
-billion samples; docs/models.md discusses the difference.
+billion samples; docs/lab/nemo.md lists both.
 """
 
 from ml_collections import ConfigDict

@@ -197,9 +197,7 @@ def measure_run(
         opened = opened._replace(sigmas=np.asarray(sigmas, np.float32))
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)
-    rows = -(-s.run.batch_size // s.optimizer.accumulate // ways) * ways
-    if s.optimizer.micro_batch:
-        rows = s.optimizer.micro_batch * ways
+    rows = (s.optimizer.micro_batch or -(-s.run.batch_size // ways)) * ways
     score = make_scorer(task, frozen, mesh, opened, rows)
     folder = restore.absolute(workdir) / runs.CHECKPOINTS
     step = restore.newest_sound(folder) if step is None else step

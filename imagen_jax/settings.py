@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import fields, ranges, settings, shapes
+from diffusion_jax.config import picture_fields, ranges, settings, shapes
+from diffusion_jax.config.groups import group
 from diffusion_jax.config.settings import (
     Data,
     Evaluation,
@@ -18,13 +19,9 @@ from diffusion_jax.config.settings import (
     Run,
     Text,
 )
+from diffusion_jax.diffusion import groups, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import objective, samplers
-from diffusion_jax.diffusion.grids import EndName, GridName
-from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
-from diffusion_jax.diffusion.noise import NoiseName
-from diffusion_jax.diffusion.objective import MethodName, WeightName
-from diffusion_jax.diffusion.precond import DistanceName, PrecondName
+from diffusion_jax.diffusion.guidance import ThresholdName
 from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
@@ -36,48 +33,20 @@ from imagen_jax.transformer import Transformer
 from imagen_jax.unet import UNet
 
 
-class _Diffusion(NamedTuple):
-    predicts: PrecondName = "edm"
-    """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
-    sigma_data: ranges.Positive = 0.5
-    """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
-    assume."""
-    noise: NoiseName = "lognormal"
-    """The distribution of noise levels in training: "lognormal" (EDM), "logit_normal" or
-    "uniform_flow" (rectified flow), "cosine" or "linear" (continuous DDPM), Stable Diffusion's
-    table of 1000 levels ("scaled_linear"), or this table with pure noise as its last level
-    ("zero_terminal_snr"). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
-    p_mean: Annotated[float, ranges.Interval("(-inf, inf)")] = -1.2
-    """With the noise "lognormal", the mean of the logarithm of the noise level."""
-    p_std: ranges.Positive = 1.2
-    """With the noise "lognormal", the standard deviation of the logarithm of the noise level."""
-    distance: DistanceName = "l2"
-    """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
-    mix of both ("huber")."""
-    weight: WeightName = "min_snr"
-    """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
-    2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
-    "uncertainty" (learned during training, as in EDM2)."""
-    min_snr: ranges.Scale = 0.0
-    """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
-    use 5). 0 leaves the loss unweighted."""
-    offset_noise: ranges.Share = 0.0
-    """The strength of offset noise: one random number per image and channel, added to the noise of
-    all pixels. It helps a model to draw very dark and very bright images; 0 for none."""
-    method: MethodName = "denoise"
-    """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
-    noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns
-    guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
-
-
-class Diffusion(_Diffusion):
+@group
+class Diffusion(groups.Diffusion):
     """The training objective: what the network predicts, the noise levels, and the loss.
 
     Read by diffusion_jax/diffusion/objective.py.
     """
 
-    objective = functools.cached_property(objective.make)
+    sigma_data: ranges.Positive = 0.5
+    """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
+    assume."""
+    p_mean: Annotated[float, ranges.Interval("(-inf, inf)")] = -1.2
+    """With the noise "lognormal", the mean of the logarithm of the noise level."""
+    p_std: ranges.Positive = 1.2
+    """With the noise "lognormal", the standard deviation of the logarithm of the noise level."""
 
 
 class SuperResolution(NamedTuple):
@@ -93,73 +62,18 @@ class SuperResolution(NamedTuple):
     True. More noise hides more of the previous stage's errors."""
 
 
-class _Sampler(NamedTuple):
-    name: samplers.SamplerName = "heun"
-    """The method that steps from noise to an image. Its parameters may follow in brackets, such as
-    restart(low=0.5)."""
-    steps: ranges.Count = 30
-    """Number of steps from noise to an image. More steps take longer and follow the model more
-    closely."""
-    sigma_min: ranges.Positive = 0.002
-    """The smallest noise level above 0 of the grids "karras" and "exponential". Other grids ignore
-    it."""
-    sigma_max: ranges.Positive = 80.0
-    """The noise level at which the grids "karras" and "exponential" start. It also limits the
-    levels of the grids "leading", "trailing" and "linspace" on tables of noise levels."""
-    rho: ranges.Positive = 7.0
-    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5). With larger values,
-    more of the steps are at small noise levels. Other grids ignore it."""
-    churn: ranges.Scale = 0.0
-    """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
-    Other samplers ignore it."""
-    eta: ranges.Share = 0.0
-    """The share of new noise per step of the sampler "ddim"; 1 for DDPM's ancestral sampling.
-    Other samplers ignore it."""
-    guidance: ranges.Scale = 7.5
-    """The guidance scale: how strongly the picture follows the prompt. 1 for no guidance; large
-    values give plainer, more saturated pictures."""
-    guidance_low: ranges.LowLevel = 0.0
-    """The smallest noise level at which guidance acts."""
-    guidance_high: ranges.HighLevel = float("inf")
-    """The largest noise level at which guidance acts; inf for no limit."""
-    threshold: ThresholdName = "dynamic"
-    """How predicted images are limited to valid colours at each step: "static" clips them,
-    "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""
-    grid: GridName = ""
-    """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
-    noise level ("karras", "exponential"); "" for a default that depends on noise and sampler."""
-    end: EndName = ""
-    """Where the last step ends: without noise ("zero"), or at the smallest noise level
-    ("sigma_min"); "" for a default that depends on noise and sampler."""
-    offset: Annotated[int, ranges.Interval("[0, 1000]")] = 1
-    """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
-    is a table of levels. Other grids ignore it."""
-    guiding: GuidingName = "cfg"
-    """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
-    classifier-free guidance."""
-    negative_prompt: str = ""
-    """A text that the picture should not show. Guidance leads away from it; "" leads away from the
-    prediction without a text."""
-    height: ranges.WholeNumber = 0
-    """The height of the images that a base model draws, in pixels; 0 for the training size. A
-    super-resolution model ignores it and keeps the aspect ratio of the small image."""
-    width: ranges.WholeNumber = 0
-    """The width of the images that a base model draws, in pixels; 0 for the training size. A
-    super-resolution model ignores it and keeps the aspect ratio of the small image."""
-    fields: str = ""
-    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
-    Fields that are not named are unknown."""
-
-
-class Sampler(_Sampler):
+@group
+class Sampler(groups.Sampler):
     """How images are drawn.
 
     Read by diffusion_jax/diffusion/samplers.py, diffusion_jax/diffusion/grids.py and
     diffusion_jax/diffusion/guidance.py.
     """
 
-    method = functools.cached_property(samplers.make)
-    guides = functools.cached_property(guidance_module.bound)
+    threshold: ThresholdName = "dynamic"
+    """How predicted images are limited to valid colours at each step: "static" clips them,
+    "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""
+
     limit = functools.cached_property(guidance_module.threshold)
 
 
@@ -231,7 +145,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
-    fields.values(fields.read(s.data.fields), s.sampler.fields)
+    picture_fields.values(picture_fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)

@@ -19,30 +19,71 @@ next. It never overwrites a file. Measuring takes at most half of --hours, but n
 minutes and no less than one. If that is too short, the config states which speed it assumes.
 """
 
-from diffusion_jax.start.finetuned import Shipped
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from diffusion_jax import runs
+from diffusion_jax.start.changes import Changes, full_config
 from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
-from imagen_jax.train import prepare
 
-_TRAIN = "imagen_jax.train"
-SHIPPED = Shipped("models/emoji32", "emoji32")
+TRAINED = "models/emoji32"
+"""The workdir of the model that can be fine-tuned."""
+_GROUPS = ("unet", "text", "diffusion", "sampler")  # Config groups that must match the weights.
+# The settings of docs/finetuning.md, which trains on ten pictures in batches of 20: a LoRA for 150
+# steps (300 epochs), and all weights for 100 steps (200 epochs).
+_BATCH_SIZE, _LORA_EPOCHS, _FULL_EPOCHS = 20, 300.0, 200.0
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {
+        "lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"},
+        "optimizer.lr": 2e-3,
+    },
+    "full": {"optimizer.lr": 3e-4},
+}
 
 
 def candidates() -> list[Candidate]:
     """Return the base models and two-stage cascades to choose from, the smallest first."""
-    alone = lambda base: TrainingStage(base, "", _TRAIN, prepare)
-    cascade = lambda base, larger: (
-        alone(base)._replace(share=0.75),
-        TrainingStage(larger, "_sr", _TRAIN, prepare, 0.25),
-    )
+    small, large = TrainingStage("base32_8m", 1.7), TrainingStage("base64_47m", 39.0)
+    cascade = lambda base, *larger: (
+        base._replace(share=0.75), TrainingStage(*larger, suffix="_sr", share=0.25)
+    )  # fmt: skip
     return [
-        Candidate(32, 0, [alone("base32_8m")]),
-        Candidate(32, 4_000_000, [alone("base32_19m")]),
-        Candidate(64, 200_000, cascade("base32_8m", "sr64_3m")),
-        Candidate(64, 4_000_000, [alone("base64_47m")]),
-        Candidate(256, 8_000_000, cascade("base64_47m", "sr256_18m")),
+        Candidate(32, 0, [small]),
+        Candidate(32, 4_000_000, [TrainingStage("base32_19m", 3.8)]),
+        Candidate(64, 200_000, cascade(small, "sr64_3m", 1.5)),
+        Candidate(64, 4_000_000, [large]),
+        Candidate(256, 8_000_000, cascade(large, "sr256_18m", 59.0)),
     ]
 
 
+def fine_tuned(method: str) -> Candidate:
+    """Return the candidate that fine-tunes TRAINED: "lora" adds a LoRA, "full" trains all weights.
+
+    Its config is emoji32, with the values of the model's own config.json for the network.
+    """
+    own, base = runs.load(TRAINED), full_config("emoji32", {})
+    values = {
+        f"{group}.{field}": value
+        for group in _GROUPS
+        for field, value in own[group].items()
+        if field not in ("weights", "dtype") and _plain(value) != _plain(base[group].get(field))
+    }
+    devices = jax.device_count()
+    values |= {"batch_size": -(-_BATCH_SIZE // devices) * devices, "optimizer.warmup": 10}
+    values |= {"unet.weights": TRAINED, "text.max_tokens": own["text"]["max_tokens"]}
+    values |= _SETTINGS[method]
+    changes: Changes = {name: (_plain(value), "") for name, value in values.items()}
+    epochs = _LORA_EPOCHS if method == "lora" else _FULL_EPOCHS
+    stage = TrainingStage("emoji32", 1.7, changes=lambda workdir: changes, max_epochs=epochs)
+    return Candidate(own["unet"]["image_size"], 0, [stage])
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 if __name__ == "__main__":
-    command("imagen_jax", candidates, SHIPPED)
+    command("imagen_jax", candidates, TRAINED, fine_tuned)

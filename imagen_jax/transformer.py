@@ -26,8 +26,8 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Count, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
-from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import FromHeads, ToHeads, dense, with_remat
+from diffusion_jax.nn.picture_fields import with_fields
 from imagen_jax.attention import check_heads, check_implementation
 from imagen_jax.conditioning import TextEmbed, TimeEmbed, check_low_res, required, with_low_res
 from imagen_jax.layers import Network
@@ -64,7 +64,7 @@ class Transformer(Network):
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `fields` are those of nn/fields.py.
+        `time` is the preconditioner's c_noise. `fields` are those of nn/picture_fields.py.
         """
         emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time, fields)
         x = x.astype(self.dtype)  # [B, H, W, 3]
@@ -173,9 +173,8 @@ class JointBlock(nn.Module):
     def _heads(self, tokens, modulations, name):
         """Compute the queries, keys and values of one stream, [B, T, N, K] each for T tokens.
 
-        Return them as a list. For the text in the last block, the list holds only keys and values.
-        `name` is the stream, "image" or "text". The first two of the `modulations` are the shift
-        and the scale of the norm.
+        Return the list [q, k, v], or [k, v] for the text in the last block. `name` is the stream,
+        "image" or "text". The first two of the `modulations` are the shift and scale of the norm.
         """
         shift, scale = modulations[:2]
         parts = 2 if self.last and name == "text" else 3
@@ -188,11 +187,12 @@ class JointBlock(nn.Module):
         return [*(norm("q")(q) for q in queries), norm("k")(k), v]
 
     def _residuals(self, tokens, out, modulations, name):
-        """Add attention's output `out`, [B, T, N, K], to T tokens, then a feed-forward layer's.
+        """Apply the two residual branches of a block to the tokens of one stream, [B, T, C].
 
-        Return the new tokens [B, T, C]. `name` is the stream, "image" or "text". The last four of
-        the `modulations` are the gate of attention, and the shift, scale and gate of the
-        feed-forward layer.
+        The first branch is attention: `out`, [B, T, N, K], holds its N heads for the T tokens. The
+        second is a feed-forward layer. Each branch is multiplied by a gate and added to the tokens.
+        The last four of the `modulations` are the gate of the first branch, and the shift, scale
+        and gate of the second. `name` is the stream, "image" or "text".
         """
         gate, shift, scale, mlp_gate = modulations[2:]
         width = tokens.shape[-1]

@@ -22,8 +22,7 @@ from ml_collections import config_flags
 from diffusion_jax import cli, files
 from diffusion_jax.config import ranges, settings
 from diffusion_jax.config.settings import MeshShape, Optimizer
-from diffusion_jax.devices import tuning
-from diffusion_jax.train import optimizer
+from diffusion_jax.devices import sharding, tuning
 from launch import accelerators, fields
 from launch.accelerators import Target
 
@@ -327,8 +326,8 @@ def check_mesh(run: JobRun, target: Target) -> None:
     if c is None:
         return
     mesh = accelerators.mesh_over(settings.read(MeshShape, c["mesh"], "mesh"), target.devices)
-    passes = settings.read(Optimizer, c["optimizer"], "optimizer")
-    optimizer.for_mesh(passes, c["batch_size"], mesh)
+    micro_batch = settings.read(Optimizer, c["optimizer"], "optimizer").micro_batch
+    sharding.check_batch(c["batch_size"], micro_batch, mesh)
 
 
 def config_of(run: JobRun) -> dict[str, Any] | None:

@@ -232,9 +232,7 @@ def _advice(
     """
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
-    micro = f"--config.optimizer.micro_batch={best}" + (
-        " --config.optimizer.accumulate=1" * (config["optimizer"]["accumulate"] > 1)
-    )
+    micro = f"--config.optimizer.micro_batch={best}"
     if figures["fits"]:
         advice = ["--config.unet.remat=False: saves a fourth of the work, if it fits"] * remat
         if best > figures["micro_batch"]:

@@ -13,12 +13,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
 from diffusion_jax import files
 from diffusion_jax.draw import options, program
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Option, Options
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.task import Texts
+from diffusion_jax.text import prompt_weights
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
 from sd_jax.weights import published, trained
@@ -45,7 +48,15 @@ class StableDiffusion(Model):
 
     def tokenize(self, stage: Stage, prompts: Sequence[Any]) -> Texts:
         """Return the tokens of prompts, and those of the negative prompt in the settings."""
-        return sampling.prompts(stage.encoder, prompts, stage.settings.sampler.negative_prompt)
+        s = stage.settings.sampler
+        if not s.prompt_weights and (marked := prompt_weights.marked(prompts)):
+            logging.log_first_n(
+                logging.WARNING,
+                "%d of %d prompts contain weights or BREAK, such as %r, which are read as words: "
+                "set --prompt_weights to weight the words",
+                1, len(marked), len(prompts), marked[0],
+            )  # fmt: skip
+        return sampling.tokenizer(s)(stage.encoder, prompts, s.negative_prompt)
 
     def check(self, low_res: Sequence[tuple[int, ...]], batch_sizes: Sequence[int]) -> None:
         """Raise ValueError if there are pictures to enlarge, or a batch is too large for memory."""
@@ -114,7 +125,7 @@ def describe_guidance(stage: Stage) -> dict[str, Any]:
     """
     s: settings.Sampler = stage.settings.sampler
     is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
-    is_changed |= {"fields": s.fields != ""}
+    is_changed |= {"fields": s.fields != "", "prompt_weights": s.prompt_weights}
     is_changed |= {"guidance_high": s.guidance_high < float("inf")}
     fields = {name: getattr(s, name) for name, changed in is_changed.items() if changed}
     return fields | ({"guide": stage.guide} if stage.guide else {}) | dict(stage.lora)

@@ -4,20 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
-from diffusion_jax.config import fields
-from diffusion_jax.diffusion import guides, samplers
+from diffusion_jax.config import picture_fields
+from diffusion_jax.diffusion import guidance_kinds, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
 from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
+from diffusion_jax.text.encoder import WEIGHTS
 from sd_jax import editing, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
-from sd_jax.settings import Pipeline, Settings
+from sd_jax.settings import Pipeline, Sampler, Settings
 from sd_jax.vae import LatentArray, Moments
 
 NEGATIVE = "negative_"
@@ -62,7 +64,7 @@ def make_sampler_inputs(
 def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
     """Return what Stable Diffusion supplies. The arguments are those of `make_sampler_inputs`."""
     unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
-    named = fields.read(p.fields)
+    named = picture_fields.read(p.fields)
 
     def example():
         size = p.latents.image_size // factor
@@ -89,11 +91,18 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
     def conditions(frozen, batch):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
-        empty = lambda: encoder.tokenize([""] * len(next(iter(batch.values()))))
+        empties = [""] * len(next(iter(batch.values())))
+
+        def empty():
+            if WEIGHTS not in batch or encoder.tokenize_weighted is None:
+                return encoder.tokenize(empties)
+            num_chunks = batch[WEIGHTS].shape[1] // encoder.max_tokens
+            return encoder.tokenize_weighted(empties, num_chunks)
+
         return {
-            guides.COND: lambda: text(frozen, batch),
-            guides.NEGATIVE: lambda: text(frozen, negatives),
-            guides.EMPTY: lambda: text(frozen, empty()),
+            guidance_kinds.COND: lambda: text(frozen, batch),
+            guidance_kinds.NEGATIVE: lambda: text(frozen, negatives),
+            guidance_kinds.EMPTY: lambda: text(frozen, empty()),
         }
 
     def sample_shape(batch):
@@ -124,7 +133,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         editor=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
         wrap_denoiser=wrap_denoiser,
         fields=named,
-        field_values=fields.values(named, p.sampler.fields),
+        field_values=picture_fields.values(named, p.sampler.fields),
         unit_start=p.sampler.unit_start,
     )
 
@@ -148,6 +157,27 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
+
+
+def weighted_prompts(encoder: TextEncoder, texts: Sequence[str], negative: str) -> Texts:
+    """Return a sampling batch like `prompts`, but read the weights in texts.
+
+    Raises ValueError if the encoder is not CLIP, or a weight is not a number.
+    """
+    if encoder.tokenize_weighted is None:
+        raise ValueError(
+            f"sampler.prompt_weights is True, but the text encoder is {encoder.name!r}: only CLIP "
+            "reads weights in prompts"
+        )
+    # Tokenizing all texts together gives prompts and negative prompts the same number of chunks.
+    tokens = encoder.tokenize_weighted([*texts, negative], 1)
+    negatives = {NEGATIVE + k: np.repeat(v[-1:], len(texts), 0) for k, v in tokens.items()}
+    return {**{k: v[:-1] for k, v in tokens.items()}, **negatives}
+
+
+def tokenizer(sampler: Sampler) -> Callable[[TextEncoder, Sequence[str], str], Texts]:
+    """Return the function that reads prompts as the sampler's settings say."""
+    return weighted_prompts if sampler.prompt_weights else prompts
 
 
 def attended(

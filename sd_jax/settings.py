@@ -1,11 +1,11 @@
 """The settings of Stable Diffusion configs, with types, ranges and checks."""
 
-import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import fields, ranges, settings, shapes
+from diffusion_jax.config import picture_fields, ranges, settings, shapes
+from diffusion_jax.config.groups import group
 from diffusion_jax.config.settings import (
     MOMENTS,
     Data,
@@ -18,12 +18,9 @@ from diffusion_jax.config.settings import (
     Run,
     Text,
 )
-from diffusion_jax.diffusion import editing, objective, samplers
+from diffusion_jax.diffusion import editing, groups, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion.grids import EndName, GridName
-from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
-from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
 from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
@@ -62,75 +59,27 @@ class Conditioning(NamedTuple):
     tokens to 80); 0 for no padding."""
 
 
-class _Diffusion(NamedTuple):
-    predicts: PrecondName = "eps"
-    """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
-    offset_noise: ranges.Share = 0.0
-    """The strength of offset noise: one random number per image and latent channel, added to the
-    noise of all latents. It helps a model to draw very dark and very bright images; 0 for none."""
-    min_snr: ranges.Scale = 0.0
-    """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
-    use 5). 0 leaves the loss unweighted."""
-    noise: NoiseName = "scaled_linear"
-    """The distribution of noise levels in training: Stable Diffusion's table of 1000 levels
-    ("scaled_linear"), this table with pure noise as its last level ("zero_terminal_snr"), "cosine"
-    or "linear" (continuous DDPM), "lognormal" (EDM), or "logit_normal" or "uniform_flow" (rectified
-    flow). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
-    distance: DistanceName = "l2"
-    """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
-    mix of both ("huber")."""
-    weight: WeightName = "min_snr"
-    """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
-    2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
-    "uncertainty" (learned during training, as in EDM2)."""
-    method: MethodName = "denoise"
-    """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
-    noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns
-    guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
-
-
-class Diffusion(_Diffusion):
+@group
+class Diffusion(groups.Diffusion):
     """The training objective: what the UNet predicts, the noise levels, and the loss.
 
     Read by diffusion_jax/diffusion/objective.py.
     """
 
-    objective = functools.cached_property(objective.make)
+    predicts: PrecondName = "eps"
+    noise: NoiseName = "scaled_linear"
 
 
-class _Sampler(NamedTuple):
+@group
+class Sampler(groups.Sampler):
+    """How images are drawn.
+
+    Read by sd_jax/sampling.py, diffusion_jax/diffusion/samplers.py,
+    diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
+    """
+
     name: samplers.SamplerName = "plms"
-    """The method that steps from noise to an image. Its parameters may follow in brackets, such as
-    restart(low=0.5)."""
     steps: Annotated[int, ranges.Interval("[1, 1000]")] = 50
-    """Number of steps from noise to an image. More steps take longer and follow the model more
-    closely."""
-    eta: ranges.Share = 0.0
-    """The share of new noise per step of the sampler "ddim"; 1 for DDPM's ancestral sampling.
-    Other samplers ignore it."""
-    guidance: ranges.Scale = 7.5
-    """The guidance scale: how strongly the picture follows the prompt. 1 for no guidance; large
-    values give plainer, more saturated pictures."""
-    negative_prompt: str = ""
-    """A text that the picture should not show. Guidance leads away from it; "" leads away from the
-    empty text."""
-    height: ranges.WholeNumber = 0
-    """The height of the images in pixels; 0 for the training size."""
-    width: ranges.WholeNumber = 0
-    """The width of the images in pixels; 0 for the training size."""
-    churn: ranges.Scale = 0.0
-    """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
-    Other samplers ignore it."""
-    grid: GridName = ""
-    """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
-    noise level ("karras", "exponential"); "" for a default that depends on noise and sampler."""
-    end: EndName = ""
-    """Where the last step ends: without noise ("zero"), or at the smallest noise level
-    ("sigma_min"); "" for a default that depends on noise and sampler."""
-    offset: Annotated[int, ranges.Interval("[0, 1000]")] = 1
-    """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
-    is a table of levels. Other grids ignore it."""
     sigma_min: _Level = 0.0
     """The smallest noise level above 0 of the grids "karras" and "exponential"; 0 for the smallest
     level of the training noise. Other grids ignore it."""
@@ -138,33 +87,13 @@ class _Sampler(NamedTuple):
     """The noise level at which the grids "karras" and "exponential" start; 0 for the largest level
     of the training noise. It also limits the levels of the grids "leading", "trailing" and
     "linspace"."""
-    rho: ranges.Positive = 7.0
-    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5). With larger values,
-    more of the steps are at small noise levels. Other grids ignore it."""
     unit_start: bool = True
     """Whether the UNet's first input is noise of standard deviation 1, as in LDM (True), or the
     slightly weaker noise of the first noise level (False)."""
-    guiding: GuidingName = "cfg"
-    """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
-    classifier-free guidance."""
-    guidance_low: ranges.LowLevel = 0.0
-    """The smallest noise level at which guidance acts."""
-    guidance_high: ranges.HighLevel = float("inf")
-    """The largest noise level at which guidance acts; inf for no limit."""
-    fields: str = ""
-    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
-    Fields that are not named are unknown."""
-
-
-class Sampler(_Sampler):
-    """How images are drawn.
-
-    Read by sd_jax/sampling.py, diffusion_jax/diffusion/samplers.py,
-    diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
-    """
-
-    method = functools.cached_property(samplers.make)
-    guides = functools.cached_property(guidance_module.bound)
+    prompt_weights: bool = False
+    """Whether prompts are read as in the web UI of AUTOMATIC1111: (word:1.3) weights a word,
+    [word] weakens it, BREAK starts a new chunk, and long texts take several chunks of 75 tokens.
+    Only with CLIP."""
 
 
 class Pipeline(NamedTuple):
@@ -332,7 +261,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
-    fields.values(fields.read(p.fields), p.sampler.fields)
+    picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)

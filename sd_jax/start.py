@@ -12,10 +12,9 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax import files, runs
+from diffusion_jax.start.changes import Changes
 from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
-from diffusion_jax.start.written import Changes
-from sd_jax import train, train_vae
 from sd_jax.weights import checkpoints
 
 _VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
@@ -23,25 +22,21 @@ _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
 def candidates() -> list[Candidate]:
-    """Return the models among which the command chooses: only one, a UNet with the VAE of --vae.
-
-    Without --vae, this model has two stages, and the first stage trains a VAE.
-    """
-    unet = TrainingStage("sd64_11m", "", "sd_jax.train", train.prepare)
+    """Return the only model of this command: a VAE, unless --vae names one, and a UNet."""
+    unet = TrainingStage("sd64_11m", 3.0)
     if _VAE.value:
-        fields = read_fields(_VAE.value)
+        fields = vae_fields(_VAE.value)
         return [Candidate(64, 0, [unet._replace(changes=lambda workdir: fields)])]
     new_vae = lambda workdir: {"vae.weights": (f"{workdir}_vae", "Train it first.")}
-    vae = TrainingStage("sd64_vae", "_vae", "sd_jax.train_vae", train_vae.prepare, 0.25)
+    vae = TrainingStage("sd64_vae", 5.1, "_vae", 0.25)
     return [Candidate(64, 0, [vae, unet._replace(share=0.75, changes=new_vae)])]
 
 
-def read_fields(path: str) -> Changes:
-    """Return the config fields that a trained VAE determines, such as vae.width.
+def vae_fields(path: str) -> Changes:
+    """Return the config changes with which a UNet is trained in the latents of the VAE at `path`.
 
-    The result maps each field to its value and a comment, which is empty. `path` is a diffusers
-    directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises ValueError if there is no
-    VAE at `path`.
+    `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
+    ValueError if it holds no VAE.
     """
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]

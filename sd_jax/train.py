@@ -55,8 +55,8 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
 
     # The examples to draw during training. The prompts are tokenized even if nothing is drawn,
     # because a store of embeddings must hold the empty and the negative prompt.
-    prompts, negative_prompt = s.run.prompts, s.sampler.negative_prompt
-    tokenize = lambda texts: sampling.prompts(encoder, texts, negative_prompt)
+    prompts, read_prompts = s.run.prompts, sampling.tokenizer(s.sampler)
+    tokenize = lambda texts: read_prompts(encoder, texts, s.sampler.negative_prompt)
     most = default_batch_size(*s.pipeline.output_shape)
     examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance, most)
 

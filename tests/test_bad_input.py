@@ -69,7 +69,7 @@ train --config.steps=abc | flag --config.steps=abc: give a whole number, not 'ab
 train --config.optimizer.lr=x | flag --config.optimizer.lr=x: give a number, not 'x'
 train --config.seed=-1 | seed is -1: it must be from 0 to below 18446744073709551616
 train --config.seed=18446744073709551616 | seed is 18446744073709551616: it must be from 0
-train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
+train --config.batch_size=7 --config.optimizer.micro_batch=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
 train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
 train --config.unet.channel_mult=() | unet.channel_mult is empty

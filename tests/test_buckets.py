@@ -1,6 +1,7 @@
 """Runs in buckets, through the real commands, against emulators of both stores.
 
-Each is killed while saving, and ends with the same weights as an undisturbed run in a folder.
+Each training run is killed while it saves and is then continued. It ends with the same weights as
+an undisturbed run on a local disk.
 """
 
 import csv

@@ -33,7 +33,7 @@ CHANGES = ("os.rename", "os.link", "os.mkdir")
 
 
 class Fault:
-    """Counts the changes of files under a folder, and calls `happen` at one of them."""
+    """Calls `happen` at the change with a given number, counted over all files in a folder."""
 
     armed: "Fault | None" = None
 

@@ -36,7 +36,7 @@ def write_run(path, checkpoints=(2,)):
 
 
 def write_digits(path, **card):
-    """Write a run with a sweep of two points like that of the quick start."""
+    """Write a run whose evaluation, at two guidance values, looks like the quick start's."""
     folder = path / "evaluation" / "step_2"
     folder.mkdir(parents=True)
     row = {"checkpoint": "2", "ema": "ema", "features_share_of_time": "0.02"}

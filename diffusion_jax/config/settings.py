@@ -153,9 +153,7 @@ class Optimizer(NamedTuple):
     to this norm; inf for no limit."""
     micro_batch: Annotated[int, Interval("[0, 1048576]")] = 0
     """Number of images per device in one pass of a step, to save memory. The number of passes
-    follows from batch_size and the mesh. With 0, `accumulate` sets the number of passes."""
-    accumulate: Count = 1
-    """Number of passes in which a step processes its batch, to save memory."""
+    follows from batch_size and the mesh. With 0, a step makes one pass."""
     ema_decays: Annotated[tuple[float, ...], Interval("[0, 1)"), [()]] = (0.9999,)
     """Decay rates of the exponential moving averages of the weights. By default, images are drawn
     with the average that has the largest rate."""

@@ -4,11 +4,14 @@ The config.json in a workdir holds the whole config and its version. When it is 
 that were added later take their defaults. Each renamed or removed field has an entry in CHANGES.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-VERSION = 5
+from absl import logging
+
+VERSION = 6
 """The version that this code writes. Configs of version 0 hold neither a version nor a system."""
 IMAGE_KEYS = 5
 """The first version in which training draws the noise of each image from a key of its own."""
@@ -36,6 +39,22 @@ class Change(NamedTuple):
     """
     values: Mapping[Any, Any] = MappingProxyType({})
     """Maps old values to new values, for a field that keeps its name. Other values stay."""
+    convert: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """Computes the new field's value from the old value and the config. None: it is equal."""
+
+
+def _micro_batch(passes: int, config: Mapping[str, Any]) -> int:
+    """Return the optimizer.micro_batch that divides a step into `passes` passes.
+
+    A mesh axis of size -1 counts as 1, because its size depends on the devices of the run.
+    """
+    if passes == 1:
+        return config["optimizer"].get("micro_batch", 0)
+    mesh = config.get("mesh", {})
+    devices = math.prod(max(1, mesh.get(axis, 1)) for axis in ("replica", "fsdp"))
+    micro_batch = max(1, config["batch_size"] // (passes * devices))
+    logging.warning("optimizer.accumulate=%d is now optimizer.micro_batch=%d", passes, micro_batch)
+    return micro_batch
 
 
 CHANGES: tuple[Change, ...] = (
@@ -46,12 +65,14 @@ CHANGES: tuple[Change, ...] = (
     Change(4, "vae.image_channels", learned=(3,)),
     Change(4, "vae.query_chunk"),
     Change(5, "diffusion.precond", "diffusion.predicts"),
+    Change(6, "optimizer.accumulate", "optimizer.micro_batch", convert=_micro_batch),
 )
 
 
 def renamed(field: str) -> str:
     """Return the new name of a config field that was renamed, or "" for other fields."""
-    return next((change.renamed for change in CHANGES if change.field == field), "")
+    change = next((change for change in CHANGES if change.field == field), None)
+    return change.renamed + ", with another meaning" * bool(change.convert) if change else ""
 
 
 def upgrade(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +110,8 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
             )
         if change.renamed:
             group, _, field = change.renamed.rpartition(".")
-            (config.setdefault(group, {}) if group else config)[field] = value
+            new = change.convert(value, config) if change.convert else value
+            (config.setdefault(group, {}) if group else config)[field] = new
     if version < 3:
         _rename_mixed_sources(config)
     return config

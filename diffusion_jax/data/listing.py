@@ -123,12 +123,14 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
     new listing is uploaded there, so that other machines can download it. `build(path)` writes a
     new listing, and returns whether a tar is damaged.
     """
-    if storage.is_url(shared) and storage.exists(shared):
-        return storage.download(shared, path)
+    stored = files.store_path(shared)
+    if stored:  # Any error means that there is none, or that only the tars may be read.
+        with contextlib.suppress(OSError), files.whole(path) as temporary:
+            return stored.get(temporary)
     is_damaged = build(path)
-    if storage.is_url(shared) and not is_damaged:
+    if stored and not is_damaged:
         try:
-            storage.upload(path, shared)
+            stored.send(path)
         except OSError as error:
             logging.warning(
                 "the listing of the tars' records cannot be uploaded, so each machine builds its "

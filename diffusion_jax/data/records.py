@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt64
 
-from diffusion_jax.config.fields import Field
+from diffusion_jax import files
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
@@ -325,7 +326,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     Raises:
         FileNotFoundError: a path is missing. The message shows how to make an example data set.
     """
-    missing = [path for path in paths if not storage.exists(path)]
+    missing = [path for path in paths if not files.path(path).exists()]
     if not missing:
         return
     message = f"no data at {_some(missing[:3], len(missing))}: check the path"

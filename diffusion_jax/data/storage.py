@@ -1,4 +1,4 @@
-"""Reads and writes files by local path or by URL.
+"""Lists and reads the files of data sets by local path or by URL.
 
 URLs contain "://" and are opened with fsspec. It needs one more package for each kind of URL: gcsfs
 for gs://, s3fs for s3://, aiohttp for https://.
@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import pathlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import fsspec
 
-from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote
 
@@ -32,7 +30,6 @@ _HIDDEN = re.compile(
     r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini|\$(?i:RECYCLE\.BIN)"
     r"|System Volume Information|lost\+found)(/|$))"
 )
-_BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
@@ -40,17 +37,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def exists(path: str) -> bool:
-    """Return whether a file or folder exists.
-
-    Raises:
-        ValueError: no installed package can open this kind of URL.
-    """
-    return _system(path).exists(path) if is_url(path) else os.path.exists(path)
-
-
 def is_folder(path: str) -> bool:
-    """Return whether the path is a folder or, in an object store, a prefix of object names."""
+    """Return whether the path is a folder or, in an object store, a prefix of object names.
+
+    Raises ValueError if no installed package can open this kind of URL.
+    """
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
@@ -140,22 +131,6 @@ def stamps(paths: Sequence[str]) -> list[str]:
         return [stamp for part in threads.map(_stamps, parts) for stamp in part]
 
 
-def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential reading, and return the binary file object.
-
-    In a file at a URL, seeking back is slow.
-    """
-    if not is_url(path):
-        return pathlib.Path(path).open("rb")
-    return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
-
-
-def read(path: str) -> bytes:
-    """Return the contents of a local file or URL."""
-    with open_file(path) as file:
-        return file.read()
-
-
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
     """Return bytes firsts[i] to lasts[i] - 1 of each file paths[i]; URLs are read concurrently.
 
@@ -179,33 +154,6 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
         time.sleep(0.1 * 4**attempt)
     missing = next(path for row, path in enumerate(paths) if row not in ranges)
     raise OSError(f"cannot read {missing} after {_ATTEMPTS} attempts: check that it still exists")
-
-
-def download(url: str, path: pathlib.Path) -> None:
-    """Download the file at `url` to `path`. `path` appears only once the file is complete."""
-    with files.whole(path) as temporary:
-        _system(url).get_file(url, str(temporary))
-
-
-def upload(path: pathlib.Path, url: str) -> None:
-    """Copy a local file to an object store. Raises OSError if the URL cannot be written to."""
-    try:
-        _system(url).put_file(str(path), url)
-    except Exception as error:  # Each store raises its own types.
-        raise OSError(f"{url} cannot be written: {error}") from error
-
-
-def write_whole(path: str, content: bytes) -> None:
-    """Write `content` to a local file or URL atomically. Raises OSError if this fails.
-
-    Object stores need no temporary file: an object becomes visible once its upload is complete.
-    """
-    if not is_url(path):
-        return files.write_whole(path, content)
-    try:
-        _system(path).pipe_file(path, content)
-    except Exception as error:  # Each store raises its own types.
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:

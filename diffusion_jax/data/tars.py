@@ -32,6 +32,7 @@ from diffusion_jax.data import records, storage
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.records import check_exists, suffix_of
 from diffusion_jax.files import untrusted
+from diffusion_jax.files.user_cache import user_cache
 
 KEY = "__key__"
 BLOCK = 512
@@ -164,7 +165,10 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
             file in it.
     """
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
-    with storage.open_file(path) as file, tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar:
+    with (
+        files.path(path).open("rb") as file,
+        tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar,
+    ):
         compressed = file.read(8).startswith(_COMPRESSED)
         tar.fileobj, tar.offset = file, file.seek(0)
         while not compressed:
@@ -389,7 +393,7 @@ def _wdinfo(path: str) -> list[str]:
     In the file, relative paths are relative to the file's folder.
     """
     try:
-        info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
+        info = _PlainUnpickler(io.BytesIO(files.path(path).read_bytes())).load()
         names = [str(name) for name in info["tar_files"]]
     except Exception as error:  # A damaged pickle can raise anything.
         raise ValueError(
@@ -413,7 +417,7 @@ class _PlainUnpickler(untrusted.Unpickler):
 def _load(path: str, stamp: np.ndarray) -> Index | None:
     try:
         # Read into memory first, since np.load leaves a damaged file open.
-        with np.load(io.BytesIO(storage.read(path)), allow_pickle=False) as saved:
+        with np.load(io.BytesIO(files.path(path).read_bytes()), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
                 fields = {name: saved[name] for name in Index._fields}
                 inventory = Inventory(json.loads(str(fields["inventory"])))
@@ -431,7 +435,7 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
         try:
             if not storage.is_url(path):
                 os.makedirs(os.path.dirname(path) or ".", 0o700, exist_ok=True)
-            return storage.write_whole(path, buffer.getvalue())
+            return files.write_whole(path, buffer.getvalue())
         except OSError:
             continue  # The folder is read-only.
     logging.warning(
@@ -451,9 +455,10 @@ def cache_folders() -> list[pathlib.Path]:
 
     A folder that exists but belongs to another user, or that all users may write to, is left out.
     """
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    shared = pathlib.Path(tempfile.gettempdir()) / f"diffusion_jax-{os.geteuid()}"
-    return [f for f in (home / "diffusion_jax/tar_index", shared) if _is_own(f)]
+    folders = [pathlib.Path(tempfile.gettempdir()) / f"diffusion_jax-{os.geteuid()}"]
+    with contextlib.suppress(ValueError):  # A user without a home folder.
+        folders.insert(0, user_cache() / "diffusion_jax/tar_index")
+    return [folder for folder in folders if _is_own(folder)]
 
 
 def _is_own(folder: pathlib.Path) -> bool:

@@ -19,6 +19,7 @@ from absl import logging
 from jax._src import compilation_cache
 
 from diffusion_jax import files
+from diffusion_jax.files.user_cache import user_cache
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """The environment variable that names the folder or bucket of compiled programs."""
@@ -37,8 +38,11 @@ def use() -> None:
     named = os.environ.get(VARIABLE)
     if named == "" or (named and files.store_path(named)):
         return  # JAX reads the variable itself.
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = pathlib.Path(named or home, "" if named else "imagen-sd-jax")
+    try:
+        folder = pathlib.Path(named) if named else user_cache() / "imagen-sd-jax"
+    except ValueError as error:
+        logging.warning("no programs are kept: %s", error)
+        return
     with contextlib.suppress(OSError):  # JAX warns if it cannot write.
         folder.mkdir(0o700, parents=True, exist_ok=True)
     if writers := _other_writers(folder):

@@ -182,26 +182,24 @@ def place_all(tree: Any, mesh: Mesh, rules: ShardingRules) -> Any:
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
-def check_batch(
-    batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh, name: str = "accumulate"
-) -> None:
-    """Raise ValueError unless `batch_size` is divisible by `accumulate` * batch_ways(mesh).
+def check_batch(batch_size: int, micro_batch: int, mesh: Mesh | AbstractMesh) -> None:
+    """Raise ValueError unless the devices can take equal micro batches.
 
     Args:
         batch_size: The number of samples in the global batch.
-        accumulate: The number of micro batches per batch, or the number of samples per device in a
-            micro batch. The check is the same for both. The number must be at least 1.
+        micro_batch: The number of samples per device in one pass; 0 for a single pass.
         mesh: The mesh.
-        name: The config field that holds `accumulate`, as named in the error message.
     """
-    if accumulate < 1:
-        raise ValueError(f"{name} is {accumulate}: it must be at least 1")
-    unit = accumulate * batch_ways(mesh)
+    micro = f"optimizer.micro_batch {micro_batch} x " if micro_batch else ""
+    ways = batch_ways(mesh)
+    unit = (micro_batch or 1) * ways
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
         nearest = f"sizes are {below} and {below + unit}" if below > 0 else f"size is {unit}"
+        if batch_size > 0 and batch_size % ways == 0:
+            nearest += f", and optimizer.micro_batch may be a divisor of {batch_size // ways}"
         raise ValueError(
-            f"batch_size {batch_size} is not divisible by {name} {accumulate} x "
+            f"batch_size {batch_size} is not divisible by {micro}"
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
             f"the nearest valid {nearest}"
         )

@@ -2,7 +2,7 @@
 
 Every command applies the settings for the installed JAX plugin. Every launcher puts the settings
 for the accelerators that it requests into a job's environment. This module lists only settings with
-a known effect. docs/launch.md lists the settings that were tried and left out.
+a known effect. docs/lab/performance.md lists the settings that were tried and left out.
 The sources are Google's recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026)
 and NVIDIA's recipes for JAX (JAX-Toolbox, 2026).
 """

@@ -137,7 +137,6 @@ def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
     Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
     shows other colours than black and white.
     """
-    image = ImageOps.exif_transpose(image)
     try:
         flat = rgb.to_rgb(image, background="black" if mode == "L" else "white")
     except ValueError as error:
@@ -145,7 +144,8 @@ def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
     flat = flat.convert(mode)
     if mode == "RGB" or not image.has_transparency_data:
         return flat
-    opaque = np.asarray(flat)[np.asarray(image.convert("RGBA"))[..., 3] == 255]
+    alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
+    opaque = np.asarray(flat)[alpha == 255]
     if ((opaque > 15) & (opaque < 240)).any():
         raise ValueError(
             f"{name} is a picture with transparent parts, which does not say what to redraw: give "

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from diffusion_jax.files.user_cache import user_cache
+
 if TYPE_CHECKING:
     import fsspec
 
@@ -192,25 +194,20 @@ class Remote(pathlib.PosixPath):
         if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
         now = {name: _version(info) for name, info in objects.items()}
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         digest = hashlib.sha256(str(self).encode()).hexdigest()[:16]
-        place = pathlib.Path(home) / "imagen-sd-jax" / "buckets" / digest / self.name
+        place = user_cache() / "imagen-sd-jax" / "buckets" / digest / self.name
         place.parent.mkdir(parents=True, exist_ok=True)
         record = place.parent / "kept.json"
         local = lambda name: place / name if name else place
         with filelock.FileLock(place.parent / "lock"):
             before = json.loads(record.read_text()) if record.exists() else {}
-            old = [name for name in before if now.get(name) != before[name]]
-            new = [
-                name for name in now if now[name] != before.get(name) or not local(name).exists()
-            ]
-            if old or new:
-                record.write_text(json.dumps({n: v for n, v in before.items() if n not in old}))
-            for name in old:
-                local(name).unlink(missing_ok=True)
-            if new:
-                self._get_all({name: local(name) for name in new})
-            if old or new:
+            kept = {n: v for n, v in before.items() if now.get(n) == v and local(n).exists()}
+            if kept != now or before != now:
+                record.write_text(json.dumps(kept))
+                for name in before.keys() - kept.keys():
+                    local(name).unlink(missing_ok=True)
+                if new := now.keys() - kept.keys():
+                    self._get_all({name: local(name) for name in new})
                 record.write_text(json.dumps(now))
         return place
 

@@ -27,7 +27,7 @@ def to_rgb(
     """Return an image of mode RGB: upright, in sRGB, without transparency.
 
     The EXIF orientation and the colour profile of the image are applied. 16-bit and float pixels
-    are scaled to 8 bits. `image` itself may be changed.
+    are scaled to 8 bits.
 
     Args:
         image: the image.
@@ -40,10 +40,12 @@ def to_rgb(
             to 65535 for integers, and 0 to 1 for floats.
         OSError, SyntaxError and others: the image is damaged.
     """
-    ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
+    white_is_zero = _white_is_zero(image)  # A copy no longer says so.
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
     if image.mode[0] in _WHITE:
-        image = _to_8_bits(image)
+        image = _to_8_bits(image, white_is_zero)
     is_grey = image.mode == "LA"
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
@@ -62,15 +64,19 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)  # `convert` copies every image.
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit and float pixels. 32-bit integers have no usual white, except in PGM files."""
+def _to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
+    """Convert 16-bit and float pixels to 8 bits.
+
+    Raises ValueError if a pixel is outside the range from black to white, or if the image is a TIFF
+    file with 32-bit integers, because such files do not say which number is white.
+    """
     white, pixels = _WHITE[image.mode[0]], np.asarray(image)
     low, high = pixels.min(), pixels.max()
     if not 0 <= low <= high <= white or (image.mode == "I" and image.format == "TIFF"):
         raise ValueError(
             f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
         )
-    if image.mode == "I;16" and _white_is_zero(image):  # Pillow inverts 8 bits only.
+    if image.mode == "I;16" and white_is_zero:  # Pillow inverts 8 bits only.
         pixels = white - pixels
     scaled = Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
     if "transparency" in image.info:  # Pillow would clip the other pixels at 255.

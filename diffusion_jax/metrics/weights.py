@@ -12,6 +12,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from diffusion_jax import files
+from diffusion_jax.files.user_cache import user_cache
 from diffusion_jax.metrics import inception, inception_weights
 from diffusion_jax.weights import torch_files
 
@@ -45,7 +46,7 @@ def load(path: str | os.PathLike[str] = "") -> InceptionWeights:
         FileNotFoundError: the file does not exist, or the download failed.
         ValueError: the file is damaged or holds the weights of another network.
     """
-    path = files.local(path).expanduser() if path else _download()
+    path = pathlib.Path(os.path.expanduser(files.local(path))) if path else _download()
     state = torch_files.read_state_dict(path)
     digest = inception_weights.digest(state)
     return InceptionWeights(inception_weights.to_params(state), digest, _is_official(path, digest))
@@ -89,8 +90,7 @@ def _has_hashes(path: pathlib.Path) -> bool:
 
 
 def _download() -> pathlib.Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    target = pathlib.Path(cache) / "imagen-sd-jax" / URL.rpartition("/")[2]
+    target = user_cache() / "imagen-sd-jax" / URL.rpartition("/")[2]
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""Adapt a config to a data set and to this machine."""
+"""Change a config of configs/ for a data set and this machine, and write the changes as a file."""
 
 import collections
+import json
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,20 +13,66 @@ import numpy as np
 from diffusion_jax import systems
 from diffusion_jax.config import shapes
 from diffusion_jax.data.captions import every
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.start import written
-from diffusion_jax.start.stages import TrainingStage
 from diffusion_jax.start.training_pictures import PictureSet
-from diffusion_jax.start.written import Changes
 from diffusion_jax.text import hashed
 from diffusion_jax.weights import pretrained
 
+Changes = Mapping[str, tuple[Any, str]]
+"""Maps config fields, such as unet.dtype, to (new value, comment). The comment may be "".
+
+A group that the base config lacks is a single entry, whose value is a dict of the group's fields.
+"""
 _PROMPTS = 8
 _MOST_CAPTIONS = 2_000  # Captions read to choose prompts.
 _MOST_WORDS = 64
 _MOST_THREADS = 16
 _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
+
+
+def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool = False) -> Changes:
+    """Return the changes to the config `base` for a data set and this machine.
+
+    Args:
+        base: the name of a config in configs/.
+        photos: the data set.
+        text_weights: a folder of T5 or CLIP weights; "" keeps the base config's text encoder.
+        keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
+    """
+    data, report, c = photos.data, photos.report, full_config(base, {})
+    changes = {f"data.{name}": (getattr(data, name), "")
+               for name in ("source", "path", "text", "uncaptioned")}  # fmt: skip
+    changes["prompts"] = (prompts(photos.records), "")
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    changes["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
+    broken = 1 - report["usable"] / report["read"]
+    if broken > data.max_broken / 2:
+        about = f"{broken:.0%} of the records are unusable."
+        changes["data.max_broken"] = (min(1.0, round(2 * broken, 2)), about)
+    for group in filter(c.get, ("unet", "vae")):
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        changes[f"{group}.dtype"] = (dtype, "")
+    if c["batch_size"] % jax.device_count():
+        batch_size = c["batch_size"] * jax.device_count()
+        changes["batch_size"] = (batch_size, "The base config's batch size on each device.")
+    if keep_shapes:
+        sides = systems.read(c, c["system"]).crop_sides
+        changes["data.aspect_buckets"] = (shapes.up_to(*sides), "Height and width of the crops.")
+    longest = int(report["text_words"]["max"])
+    if "text" not in c:
+        return changes
+    if not longest:
+        about = "Without captions there is no guidance."
+        return {
+            **changes, "text.drop_prob": (0.0, ""), "text.max_tokens": (1, ""),
+            "sampler.guidance": (1.0, about), "evaluation.guidance": ((1.0,), ""),
+        }  # fmt: skip
+    if text_weights:
+        return {**changes, **_encoder(text_weights, longest)}
+    most = min(_MOST_WORDS, max(4, -(-longest // 4) * 4))
+    rest = "" if longest <= most else "; the rest is cut off"
+    return {**changes, "text.max_tokens": (most, f"Captions have up to {longest} words{rest}.")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
@@ -46,52 +94,45 @@ def prompts(records: Records) -> tuple[str, ...]:
     return tuple(of_rarest[word] for word in ranked[:_PROMPTS]) or ("",) * _PROMPTS
 
 
-def of_data(
-    photos: PictureSet, text_weights: str, keep_shapes: bool = False
-) -> Callable[[TrainingStage], Changes]:
-    """Return a function that maps a stage to config changes for a data set and this machine.
+def source(base: str, changes: Changes, about: str) -> str:
+    """Return the source of a config file that loads configs/{base}.py and changes some fields.
 
-    Args:
-        photos: the data set.
-        text_weights: a folder of T5 or CLIP weights; "" keeps the base config's text encoder.
-        keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
+    `changes` holds the changed fields. `about` becomes the docstring of the file.
     """
-    data, report = photos.data, photos.report
-    on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
-    broken = 1 - report["usable"] / report["read"]
-    fields: dict[str, tuple[Any, str]] = {"prompts": (prompts(photos.records), "")}
-    for name in ("source", "path", "text", "uncaptioned"):
-        fields[f"data.{name}"] = (getattr(data, name), "")
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    fields["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
-    if broken > data.max_broken / 2:
-        about = f"{broken:.0%} of the records are unusable."
-        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), about)
-    if not longest:
-        texts = {"text.drop_prob": (0.0, ""), "text.max_tokens": (1, "")}
-        texts["sampler.guidance"] = (1.0, "Without captions there is no guidance.")
-        texts["evaluation.guidance"] = ((1.0,), "")
-    elif text_weights:
-        texts = _encoder(text_weights, longest)
-    else:
-        most = min(_MOST_WORDS, max(4, -(-longest // 4) * 4))
-        rest = "" if longest <= most else "; the rest is cut off"
-        texts = {"text.max_tokens": (most, f"Captions have up to {longest} words{rest}.")}
+    lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
+    notes = [f"  # {note}" if note else "" for _, note in changes.values()]
+    body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))
+    # `about` contains the path of the data, which may contain """ or a backslash.
+    about = about.replace("\\", "/").replace('"""', "'''")
+    return textwrap.dedent('''\
+        """{about}
+        """
 
-    def of_stage(stage: TrainingStage) -> Changes:
-        base, changes = written.config(stage.base, {}), dict(fields)
-        for group in filter(base.get, ("unet", "vae")):
-            changes[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")
-        if base["batch_size"] % jax.device_count():
-            batch_size = base["batch_size"] * jax.device_count()
-            changes["batch_size"] = (batch_size, "The base config's batch size on each device.")
-        if keep_shapes:
-            sides = systems.read(base, base["system"]).crop_sides
-            about = "Height and width of the crops."
-            changes["data.aspect_buckets"] = (shapes.up_to(*sides), about)
-        return {**changes, **(texts if "text" in base else {})}
+        from ml_collections import ConfigDict
 
-    return of_stage
+        from configs import {base}
+
+
+        def get_config() -> ConfigDict:
+            c = {base}.get_config()
+        {body}
+            return c
+        ''').format(about=about, base=base, body=body)  # fmt: skip
+
+
+def full_config(base: str, changes: Changes) -> dict[str, Any]:
+    """Return the complete config: configs/BASE.py, `changes`, and defaults for all other fields.
+
+    Raises ValueError if configs/ cannot be imported.
+    """
+    names: dict[str, Any] = {}
+    try:
+        exec(source(base, changes, ""), names)  # The same text that training will read.
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error}: run this command from the root of a checkout of this repository"
+        ) from error
+    return systems.complete(names["get_config"]().to_dict())
 
 
 def _encoder(weights: str, words: int) -> Changes:
@@ -113,3 +154,18 @@ def _encoder(weights: str, words: int) -> Changes:
     values = {"encoder": encoder, "weights": weights, "width": config[width],
               "max_tokens": tokens, "read_tokens": tokens}  # fmt: skip
     return {f"text.{name}": (value, "") for name, value in values.items()}
+
+
+def _literal(value: Any) -> str:
+    """Format a value as Python source in this project's style.
+
+    Strings get double quotes, a tuple of strings gets one line per string, and large integers get
+    underscores.
+    """
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{name}={_literal(each)}' for name, each in value.items())})"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        return "(\n" + "".join(f"        {_literal(text)},\n" for text in value) + "    )"
+    return f"{value:_}" if isinstance(value, int) and abs(value) >= 10_000 else repr(value)

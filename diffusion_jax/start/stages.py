@@ -3,6 +3,7 @@
 The number of training steps is chosen to fill the time that the user gives.
 """
 
+import importlib
 import math
 import pathlib
 import time
@@ -15,10 +16,8 @@ from jax.sharding import Mesh
 from diffusion_jax import runs, systems
 from diffusion_jax.devices import hardware, sharding
 from diffusion_jax.logs import run_log
-from diffusion_jax.start import written
-from diffusion_jax.start.written import Changes
-from diffusion_jax.train import loop, memory, optimizer
-from diffusion_jax.train.state import init_state
+from diffusion_jax.start.changes import Changes, full_config
+from diffusion_jax.train import loop, memory
 from diffusion_jax.train.train_command import exit_if_stopped
 
 _TIMES, _PERIOD = 10, 300
@@ -26,21 +25,19 @@ _TIMES, _PERIOD = 10, 300
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
 _OVERHEAD = 90.0  # About the seconds in which two CPU cores compile a small model's step.
-_RATE, _FLOPS = 1e11, 1.7e9  # FLOP/s of about two CPU cores, and FLOP per image of a small model.
+_GFLOPS = 100.0  # GFLOP/s of about two CPU cores.
 
 
 class TrainingStage(NamedTuple):
-    """One network to train: a config of configs/, changes to it, and how to run it."""
+    """One network to train: a config of configs/, and the changes to it."""
 
     base: str
     """The name of the config in configs/, such as base32_8m."""
-    suffix: str
+    gflop: float
+    """Billions of floating-point operations per training image. Models are compared by it."""
+    suffix: str = ""
     """The suffix of the names of the written config and the workdir; "" for the text-to-image
     stage."""
-    command: str
-    """The module that trains this stage, run with `python -m`."""
-    prepare: Callable[[Any, Mesh], loop.RunInputs]
-    """A function (settings, mesh) that opens the task and the batches of a training run."""
     share: float = 1.0
     """Share of the total training time that this stage gets, from 0 to 1."""
     changes: Callable[[str], Changes] = lambda workdir: {}
@@ -59,25 +56,14 @@ class Candidate(NamedTuple):
     stages: Sequence[TrainingStage]
 
 
-class Opened(NamedTuple):
-    """A stage with its settings. Usually, its training step was traced, but not run."""
+class Measured(NamedTuple):
+    """A stage, its config, and its speed on this machine."""
 
     stage: TrainingStage
     changes: Changes
-    config: Mapping[str, Any]
+    """Changes to the config `stage.base`."""
     settings: Any
-    traced: memory.Traced | None = None
-    """The traced step; None if there was no time to trace it."""
-    fits: bool = True
-    """Whether the smallest micro-batch fits in a device's memory."""
-    seconds: float = 0.0
-    """The time that opening took."""
-
-
-class Measured(NamedTuple):
-    """A stage and its speed on this machine."""
-
-    opened: Opened
+    """The settings of the changed config."""
     images_per_second: float
     overhead: float
     """Seconds that opening, compiling and saving took, in addition to the training steps."""
@@ -89,106 +75,133 @@ class Measured(NamedTuple):
     @property
     def seconds(self) -> float:
         """The measured seconds per training step."""
-        return self.opened.settings.run.batch_size / self.images_per_second
+        return self.settings.run.batch_size / self.images_per_second
 
 
-def open_stage(stage: TrainingStage, changes: Changes) -> Opened:
-    """Open a stage and trace its training step, without compiling or running it.
+class Trial:
+    """The measurement of the models that may be chosen, and what is known of them so far."""
 
-    If a whole batch does not fit in memory, optimizer.micro_batch is set to the largest size that
-    fits. Raises ValueError or OSError if the config, data or weights cannot be used.
+    def __init__(
+        self, candidates: Sequence[Candidate], of_data: Callable[[str], Changes], workdir: str
+    ) -> None:
+        """Prepare a measurement, for which nothing is opened yet.
+
+        Args:
+            candidates: single models or cascades, from the smallest to the largest.
+            of_data: maps the base config of a stage to changes for the data set and this machine.
+            workdir: a temporary workdir. Those of stages with a suffix lie beside it.
+        """
+        self._candidates, self._of_data, self._workdir = candidates, of_data, workdir
+        self.chosen = candidates[0]
+        """The model that is measured."""
+        self._fitted: dict[str, tuple[Changes, bool]] = {}
+        self._measured: dict[str, Measured] = {}
+
+    def measure(self, side: float, seconds: float) -> list[Measured]:
+        """Choose a model for the data, and return its stages with their speed on this machine.
+
+        Args:
+            side: the median of the training pictures' shorter sides, in pixels.
+            seconds: the total training time of all stages.
+
+        Raises:
+            ValueError, OSError: the data or weights cannot be used.
+        """
+        if len(self._candidates) > 1:
+            first = self._measure(self._candidates[0].stages[0])
+            rate = first.images_per_second * first.stage.gflop
+            for candidate in reversed(allowed(self._candidates, side, seconds, rate)):
+                self.chosen = candidate
+                if all(self._fit(stage)[1] for stage in candidate.stages):
+                    break
+        return [self._measure(stage) for stage in self.chosen.stages]
+
+    def assumed(self) -> list[Measured]:
+        """Return the stages of the model chosen so far, with a guess of the speeds not measured.
+
+        A stage is assumed to reach the FLOP/s of a measured stage or, if there is none, of two CPU
+        cores.
+        """
+        known = dict(self._measured)
+        rates = [one.images_per_second * one.stage.gflop for one in known.values()]
+        stages = []
+        for stage in self.chosen.stages:
+            if stage.base in known:
+                stages.append(known[stage.base]._replace(stage=stage))
+                continue
+            own = self._fitted.get(stage.base, (self._changes(stage),))[0]
+            speed = (rates or [_GFLOPS])[0] / stage.gflop
+            config = full_config(stage.base, own)
+            settings = systems.read(config, config["system"])
+            stages.append(Measured(stage, own, settings, speed, _OVERHEAD, assumed=True))
+        return stages
+
+    def _changes(self, stage: TrainingStage) -> Changes:
+        return {**self._of_data(stage.base), **stage.changes(self._workdir)}
+
+    def _fit(self, stage: TrainingStage) -> tuple[Changes, bool]:
+        if stage.base not in self._fitted:
+            self._fitted[stage.base] = fit(stage, self._changes(stage))
+        return self._fitted[stage.base]
+
+    def _measure(self, stage: TrainingStage) -> Measured:
+        if stage.base not in self._measured:
+            workdir = self._workdir + stage.suffix
+            self._measured[stage.base] = measure(stage, self._fit(stage)[0], workdir)
+        # Another candidate may give this stage another share of the time.
+        return self._measured[stage.base]._replace(stage=stage)
+
+
+def allowed(
+    candidates: Sequence[Candidate], side: float, seconds: float, rate: float
+) -> list[Candidate]:
+    """Return the models that the picture size and training time allow, at `rate` GFLOP/s.
+
+    The smallest model is always allowed. The other arguments are those of Trial.measure.
     """
-    start, config = time.time(), written.config(stage.base, changes)
-    s = systems.read(config, config["system"])
-    mesh = sharding.make_mesh(*s.mesh)
-    inputs = stage.prepare(s, mesh)
+    enough = lambda stage, images: rate / stage.gflop * seconds * stage.share >= images
+    fits = lambda c: c.image_size <= side and enough(c.stages[0], c.min_images)
+    return [candidates[0], *filter(fits, candidates[1:])]
+
+
+def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
+    """Trace a training step, and return (config changes with which it fits in memory, whether so).
+
+    If a whole batch does not fit, optimizer.micro_batch is set to the largest size that does.
+    """
+    s, mesh, inputs = _open(full_config(stage.base, changes))
     with inputs.batches:
-        tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-        create = lambda key: init_state(inputs.task.init(key), tx, s.optimizer.ema_decays)
-        state = jax.eval_shape(create, memory.abstract_key())
+        _, key, create, _ = loop.plan(inputs.task, s.run, s.optimizer, mesh)
+        state = jax.eval_shape(create, key)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
-    share = samples = s.run.batch_size // sharding.batch_ways(mesh)
     limit = memory.USABLE * hardware.limit(jax.local_devices()[0])
-    need = lambda n: memory.bytes_per_device(traced, mesh, n, share // n).total
-    while samples % 2 == 0 and need(samples) > limit:
-        samples //= 2
-    opened = Opened(stage, changes, config, s, traced, need(samples) <= limit, time.time() - start)
-    if samples == share or s.optimizer.micro_batch:
-        return opened
-    micro_batch = {"optimizer.micro_batch": (samples, "The largest that fits in memory.")}
-    return open_stage(stage, {**changes, **micro_batch})
+    largest = memory.largest_micro_batch(traced, mesh, s.run.batch_size, limit)
+    if largest < s.run.batch_size // sharding.batch_ways(mesh):
+        micro_batch = (max(1, largest), "The largest that fits in memory.")
+        changes = {**changes, "optimizer.micro_batch": micro_batch}
+    return changes, largest > 0
 
 
-def measure(opened: Opened, workdir: str) -> Measured:
+def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:
     """Measure the speed of a stage by training it for a few steps in `workdir`, a temporary folder.
 
     Raises ValueError or OSError if the config, data or weights cannot be used.
     """
-    start, stage, s = time.time(), opened.stage, opened.settings
-    mesh = sharding.make_mesh(*s.mesh)
-    runs.claim(workdir, opened.config)
-    passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)._replace(schedule="constant")
-    inputs = stage.prepare(s, mesh)
+    start, config = time.time(), full_config(stage.base, changes)
+    s, mesh, inputs = _open(config)
+    constant = s.optimizer._replace(schedule="constant")
     every = {"log_every": _LEFT_OUT, "sample_every": 0, "save_every": _STEPS}
+    runs.claim(workdir, config)
     with inputs.batches:
         run = s.run._replace(steps=_STEPS, **every)
-        state = loop.train(inputs, run, passes, mesh, pathlib.Path(workdir), opened.config)
+        state = loop.train(inputs, run, constant, mesh, pathlib.Path(workdir), config)
     exit_if_stopped(state, _STEPS)
     lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]
     speed = len(lines) / sum(1 / line["images_per_second"] for line in lines)
-    spent = opened.seconds + time.time() - start - _STEPS * s.run.batch_size / speed
     waiting = sum(line["data/waiting"] for line in lines) / len(lines)
-    return Measured(opened, speed, max(0.0, spent), waiting)
-
-
-def assume(
-    stage: TrainingStage, changes: Changes, opened: Opened | None, measured: Sequence[Measured]
-) -> Measured:
-    """Return a stage that there was no time to measure, with a guess of its speed.
-
-    It is assumed to reach the FLOP/s of a stage in `measured` or, if there is none, of two CPU
-    cores. `opened` is the opened stage, or None if there was no time to open it.
-    """
-    if opened is None:
-        config = written.config(stage.base, changes)
-        opened = Opened(stage, changes, config, systems.read(config, config["system"]))
-    rates = [one.images_per_second * _flops(one.opened) for one in measured]
-    return Measured(opened, (rates or [_RATE])[0] / _flops(opened), _OVERHEAD, assumed=True)
-
-
-def choose(
-    candidates: Sequence[Candidate], side: float, seconds: float,
-    opened: Callable[[TrainingStage], Opened], measured: Callable[[TrainingStage], Measured],
-) -> Candidate:  # fmt: skip
-    """Return the largest model that the picture size, memory and training time allow.
-
-    The smallest model is always allowed. Only the first stage of the smallest model is measured.
-    All other stages are assumed to reach the same FLOP/s.
-
-    Args:
-        candidates: single models or cascades, from the smallest to the largest.
-        side: the median of the training pictures' shorter sides, in pixels.
-        seconds: the total training time of all stages.
-        opened: a function that opens and traces a stage.
-        measured: a function that measures the speed of a stage.
-    """
-    if len(candidates) == 1:
-        return candidates[0]
-    first = measured(candidates[0].stages[0])
-    rate = first.images_per_second * _flops(first.opened)
-
-    def allowed(candidate: Candidate) -> bool:
-        if candidate.image_size > side:
-            return False
-        base = candidate.stages[0]
-        num_images = rate / _flops(opened(base)) * seconds * base.share
-        if num_images < candidate.min_images:
-            return False
-        # Tracing the other stages takes seconds, so this check comes last.
-        return all(opened(stage).fits for stage in candidate.stages)
-
-    return [candidates[0], *filter(allowed, candidates[1:])][-1]
+    overhead = time.time() - start - _STEPS * s.run.batch_size / speed
+    return Measured(stage, changes, s, speed, max(0.0, overhead), waiting)
 
 
 def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes, float]:
@@ -203,7 +216,7 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         seconds: the time for training, including compilation and the drawing of samples.
         num_images: the number of pictures in the data set.
     """
-    s, stage = measured.opened.settings, measured.opened.stage
+    s, stage = measured.settings, measured.stage
     period = min(_PERIOD, seconds / _TIMES)
     drawing = 0.0
     if hasattr(s, "sampler"):  # A network evaluation takes a third of a training step.
@@ -234,8 +247,12 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
     return changes, steps * measured.seconds + overhead
 
 
-def _flops(opened: Opened) -> float:
-    return opened.traced.flops if opened.traced else _FLOPS
+def _open(config: Mapping[str, Any]) -> tuple[Any, Mesh, loop.RunInputs]:
+    """Return the settings, the mesh and the inputs of a training run."""
+    s = systems.read(config, config["system"])
+    mesh = sharding.make_mesh(*s.mesh)
+    command = importlib.import_module(systems.find(config["system"]).command)
+    return s, mesh, command.prepare(s, mesh)
 
 
 def _duration(seconds: float) -> str:

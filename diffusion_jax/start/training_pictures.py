@@ -2,7 +2,6 @@
 
 import pathlib
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from diffusion_jax.files import untrusted
 _FIRST, _LOOKED = 32, 2_000  # The smallest and largest numbers of records to read.
 _SECONDS = 60  # About how long reading may take.
 _PER_TAR = 1_000
-_TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by a larger factor.
 
 
 class PictureSet(NamedTuple):
@@ -27,21 +25,11 @@ class PictureSet(NamedTuple):
     """The result of validate.validate."""
     speed: float
     """Pictures that this machine reads per second."""
-    warnings: tuple[str, ...] = ()
-    """Warnings that were raised while the pictures were read."""
 
     @property
     def side(self) -> float:
         """The median of the shorter sides, in pixels."""
         return self.report["smaller_side"]["median"]
-
-    @property
-    def is_tall(self) -> bool:
-        """Whether many pictures are far from square.
-
-        In at least a twentieth of them, the longer side is over 1.5 times the shorter one.
-        """
-        return self.report["aspect"]["p95"] > _TALL
 
 
 def read(data: Data) -> PictureSet:
@@ -55,67 +43,64 @@ def read(data: Data) -> PictureSet:
             f"--text={data.text} names embeddings, but this command needs captions: give the "
             "captions' suffix or field, such as --text=txt or --text=json:caption"
         )
-    records = sources.open_records(data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        start = time.monotonic()
-        report = validate.validate(records, _FIRST)
-        speed = report["read"] / (time.monotonic() - start)
-        if (num := min(_LOOKED, len(records), round(speed * _SECONDS))) > _FIRST:
-            report = validate.validate(records, num)
+    records, start = sources.open_records(data), time.monotonic()
+    report = validate.validate(records, _FIRST)
+    speed = report["read"] / (time.monotonic() - start)
+    if (num := min(_LOOKED, len(records), round(speed * _SECONDS))) > _FIRST:
+        report = validate.validate(records, num)
     if not report["usable"]:
-        first = "; ".join(report["unusable_first"][:1])
         raise ValueError(
             f"none of {report['read']:,} pictures of {data.path} can be used: "
-            f"{_counts(report['unusable'])} ({first})"
+            f"{_counts(report['unusable'])} ({report['unusable_first'][0]})"
         )
-    return PictureSet(data, records, report, speed, tuple(str(each.message) for each in caught))
+    return PictureSet(data, records, report, speed)
 
 
-def described(pictures: PictureSet) -> list[tuple[str, str]]:
+def described(photos: PictureSet) -> list[tuple[str, str]]:
     """Return (label, text) pairs that describe the data set, for printing."""
-    data, report = pictures.data, pictures.report
+    data, report = photos.data, photos.report
     side, aspect, words = (report[name] for name in ("smaller_side", "aspect", "text_words"))
     read = "" if report["read"] == report["records"] else f", {report['read']:,} of them read"
     frequent = ", ".join(f"{word} {n:,}" for word, n in list(report["words"].items())[:12])
-    first = "; ".join(report["unusable_first"][:1])
+    unusable, captions = "none", "none: the model learns to draw such pictures without a prompt"
+    if report["unusable"]:
+        unusable = f"{_counts(report['unusable'])} ({report['unusable_first'][0]})"
+    if frequent:
+        captions = (
+            f"{report['different_texts']:,} different captions of {words['min']:.0f} to "
+            f"{words['max']:.0f} words; most frequent words: {frequent}"
+        )
     rows = [
         ("data", f"{data.source}:{data.path}::{data.text}: {report['records']:,} pictures{read}"),
         ("shorter side", f"{side['min']:,.0f} to {side['max']:,.0f} pixels, median "
          f"{side['median']:,.0f}; {_counts(report['formats'])}"),
         ("aspect ratio", f"median {aspect['median']:.2g}, largest {aspect['max']:.2g}"),
-        ("reading", f"{pictures.speed:.2g} pictures per second"),
-        ("unusable", f"{_counts(report['unusable'])} ({first})" if first else "none"),
-        *pictures.records.inventory().rows(),
+        ("reading", f"{photos.speed:.2g} pictures per second"),
+        ("unusable", unusable),
+        *photos.records.inventory().rows(),
         ("duplicates", f"{report['duplicates']:,} files that repeat an earlier file"),
-        ("captions", f"{report['different_texts']:,} different captions of {words['min']:.0f} to "
-         f"{words['max']:.0f} words; most frequent words: {frequent}" if frequent else
-         "none: the model learns to draw such pictures without a prompt"),
+        ("captions", captions),
     ]  # fmt: skip
-    if pictures.warnings:
-        count, kinds = len(pictures.warnings), len({each[:20] for each in pictures.warnings})
-        rows.append(("warnings", f"{count:,}, of {kinds} kinds, such as: {pictures.warnings[0]}"))
     return [(name, untrusted.printable(line)) for name, line in rows]
 
 
-def shrink(pictures: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) -> PictureSet:
+def shrink(photos: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) -> PictureSet:
     """Write small copies of the pictures as PNGs in tars, and return the new data set.
 
     Tars that exist already are not written again.
 
     Args:
-        pictures: the data set.
+        photos: the data set.
         size: largest length in pixels of the shorter side or, with `pad`, of the longer side.
         folder: the folder of the tars.
         pad: whether to pad the pictures to squares.
     """
-    data = pictures.data
+    data = photos.data
     identity = {"source": data.source, "path": data.path, "text": data.text}
-    with warnings.catch_warnings(action="ignore"):
-        reshard.reshard(
-            pictures.records, folder, num=_PER_TAR, format="webdataset", identity=identity,
-            size=size, pad=pad,
-        )  # fmt: skip
+    reshard.reshard(
+        photos.records, folder, num=_PER_TAR, format="webdataset", identity=identity,
+        size=size, pad=pad,
+    )  # fmt: skip
     return read(guess.guess(f"webdataset:{folder}"))
 
 

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax import files
+from diffusion_jax.files.user_cache import user_cache
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
@@ -142,8 +143,7 @@ def packaged() -> pathlib.Path:
             "weights as --text_weights (in training, as --config.text.weights)"
         )
     archive = pathlib.Path(spec.origin).parent / "model.zip"
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = cache / "diffusion_jax" / f"all-MiniLM-L6-v2-{archive.stat().st_size}"
+    folder = user_cache() / "diffusion_jax" / f"all-MiniLM-L6-v2-{archive.stat().st_size}"
     with zipfile.ZipFile(archive) as packed:
         for name in ("config.json", "tokenizer.json", "model.safetensors"):
             if not (folder / name).is_file():

@@ -7,9 +7,10 @@ Letters in shapes: B batch, L tokens, P patches + 1, D width, E width of the spa
 images share.
 """
 
+import functools
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from diffusion_jax.text import clip_weights, tokenize
-from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
+from diffusion_jax.text import clip_weights, prompt_weights, tokenize
+from diffusion_jax.text.encoder import WEIGHTS, TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
@@ -202,8 +203,14 @@ def of_tower(
 
     def encode(frozen: Any, batch: TextArrays):
         ids = jnp.asarray(batch["text_ids"])
-        outputs: Any = tower.apply(frozen, ids)
-        return outputs.last, jnp.ones(ids.shape, bool)
+        if WEIGHTS in batch:
+            chunks = ids.reshape(-1, max_tokens)  # [B, N L] -> [B N, L]
+            last = cast(TextOutputs, tower.apply(frozen, chunks)).last
+            weights = jnp.asarray(batch[WEIGHTS]).reshape(chunks.shape)
+            last = prompt_weights.weighted(last, weights).reshape(*ids.shape, -1)  # [B, N L, D]
+        else:
+            last = cast(TextOutputs, tower.apply(frozen, ids)).last
+        return last, jnp.ones(ids.shape, bool)
 
     def to_ids(texts):
         return {"text_ids": tokenizer(texts, max_tokens)["text_ids"]}
@@ -211,7 +218,10 @@ def of_tower(
     def cut_off(texts):
         return tokenizer.cut_off(texts, max_tokens)
 
-    return TextEncoder("clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off)
+    return TextEncoder(
+        "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,
+        tokenize_weighted=functools.partial(prompt_weights.tokenize, tokenizer, max_tokens),
+    )  # fmt: skip
 
 
 def text_tower(

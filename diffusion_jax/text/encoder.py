@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 TextArrays = dict[str, Any]
+WEIGHTS = "text_weights"
+"""The name of the array [B, N L] that holds the weights of tokens in N chunks of L tokens."""
 
 
 @runtime_checkable
@@ -49,6 +51,9 @@ class TextEncoder(NamedTuple):
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
     """Returns the part of each text that the encoder ignores: unknown symbols, followed by the
     truncated end. The part is "" if nothing is ignored, or if the encoder cannot determine this."""
+    tokenize_weighted: Callable[[Sequence[Any], int], dict[str, np.ndarray]] | None = None
+    """Like `tokenize`, for texts with weights and of any length (see prompt_weights.py). The second
+    argument is the smallest number of chunks. None if the encoder cannot weight texts."""
 
 
 def check_fits(

@@ -78,6 +78,10 @@ class TextTokenizer:
             mask[row, : len(tokens)] = True
         return {"text_ids": ids, "text_mask": mask}
 
+    def split(self, texts: Sequence[Any]) -> list[list[int]]:
+        """Return all ids of each text, without those of begin, end and padding."""
+        return [encoding.ids for _, encoding in self._encode(texts)]
+
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
         """Return the part of each text that is ignored if texts are cut to `length` tokens.
 

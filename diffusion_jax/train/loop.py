@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
-from diffusion_jax.config.fields import PREFIX
+from diffusion_jax.config.picture_fields import PREFIX
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.devices import distributed, flops, stop_signals
@@ -47,7 +47,7 @@ from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
 from diffusion_jax.train.moving_average import constant_decay, warmup_decay
-from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
+from diffusion_jax.train.optimizer import make_optimizer, num_passes, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
@@ -106,7 +106,7 @@ def train(
     Args:
         inputs: The task, its data, and the examples and scores computed during training.
         run: Steps, batch size, seed, and the intervals of logging, drawing and saving.
-        settings: The optimizer. `settings.accumulate` is the number of micro batches per step.
+        settings: The optimizer, and the micro batch.
         mesh: The devices. `task.rules` place the parameters and frozen weights on them.
         workdir: The folder for metrics, samples/, checkpoints/ and manifest.json.
         config: The run's config, which is written to the manifest and the checkpoints.
@@ -143,7 +143,8 @@ def train(
         state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
         draw = make_draw(task.sample, frozen, mesh)
-        rows = run.batch_size // settings.accumulate
+        passes = num_passes(settings, run.batch_size, mesh)
+        rows = run.batch_size // passes
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         measurements = Measurements(
             run, inputs.examples, evaluation, records, draw, heldout_losses, workdir,
@@ -171,7 +172,7 @@ def train(
         compiling = time.time()
         if program is None:
             since = read_averages_from(workdir)
-            train_step = make_step(task, settings, tx, layout, since)
+            train_step = make_step(task, settings, tx, layout, passes, since)
             programs = compiled_all(train_step, state, frozen, batch, key, batches, tuned.options)
             autotuning.keep(workdir, tuned)
         else:
@@ -219,7 +220,7 @@ def train(
                     not_finite.investigate(
                         workdir / not_finite.REPORT, skipped_step, step, task.loss, state.params,
                         frozen, skipped_batch, image_keys(key, skipped_step - 1, run.batch_size),
-                        settings.accumulate, replicated(mesh), names,
+                        passes, replicated(mesh), names,
                     )  # fmt: skip
 
             # Save. The watchdog is not paused, because a save waits for all processes and may hang.
@@ -253,19 +254,19 @@ def train(
 
 def make_step(
     task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any,
-    averages_from: int = 0,
+    passes: int = 1, averages_from: int = 0,
 ):  # fmt: skip
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. For
-    `averages_from`, see `make_train_step`.
+    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. It
+    makes `passes` passes. For `averages_from`, see `make_train_step`.
     """
     step = make_train_step(
         task.loss,
         tx,
         settings.ema_decays,
         settings.ema_widths,
-        accumulate=settings.accumulate,
+        accumulate=passes,
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
         averages_from=averages_from,
@@ -287,7 +288,8 @@ def warm_up(
     tx, key, create, layout = plan(task, run, settings, mesh)
     state = new_state(create, key, layout)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
-    step = make_step(task, settings, tx, layout, read_averages_from(workdir))
+    passes = num_passes(settings, run.batch_size, mesh)
+    step = make_step(task, settings, tx, layout, passes, read_averages_from(workdir))
     tuned = autotuning.find(workdir, run.deterministic)
     program = compiled(step, (state, frozen, rows, key), tuned.options)
     autotuning.keep(workdir, tuned)

@@ -146,31 +146,21 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 def check(settings: Optimizer, steps: int) -> None:
     """Check the config's optimizer settings, for a run of `steps` steps.
 
-    Raises ValueError if the optimizer or the schedule is unknown, if `steps` is too small for it,
-    or if both `micro_batch` and `accumulate` are set.
+    Raises ValueError if the optimizer or the schedule is unknown, or if `steps` is too small for
+    it.
     """
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
-    if settings.micro_batch and settings.accumulate > 1:
-        raise ValueError(
-            f"optimizer.micro_batch is {settings.micro_batch} and optimizer.accumulate "
-            f"{settings.accumulate}: set only one, because micro_batch determines accumulate"
-        )
     make_optimizer(settings, steps)
 
 
-def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
-    """Return the settings with the number of micro batches per step in `accumulate`.
-
-    If `micro_batch` is set, it determines this number. Otherwise, `accumulate` stays as it is.
+def num_passes(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of passes of a step, each over one micro batch of every device.
 
     Raises ValueError if the batch cannot be divided into equal micro batches over the devices.
     """
-    if not settings.micro_batch:
-        sharding.check_batch(batch_size, settings.accumulate, mesh)
-        return settings
-    sharding.check_batch(batch_size, settings.micro_batch, mesh, "optimizer.micro_batch")
+    sharding.check_batch(batch_size, settings.micro_batch, mesh)
     rows = settings.micro_batch * sharding.batch_ways(mesh)
-    return settings._replace(accumulate=batch_size // rows)
+    return batch_size // rows if rows else 1
 
 
 def check_dtype(name: str, network: Any) -> None:

@@ -30,7 +30,7 @@ from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
 from diffusion_jax.train.moving_average import warmup_decay
-from diffusion_jax.train.optimizer import make_optimizer, make_schedule
+from diffusion_jax.train.optimizer import make_optimizer, make_schedule, num_passes
 from diffusion_jax.train.state import TrainState, init_state
 from diffusion_jax.weights import restore
 
@@ -50,7 +50,7 @@ def rehearse(
     Args:
         inputs: The inputs of the run, as for training.
         run: The run's steps, batch size and intervals.
-        settings: The optimizer. `accumulate` is the number of micro batches per step.
+        settings: The optimizer, and the micro batch.
         mesh: The devices of the run.
         workdir: The folder of the run. If it holds checkpoints, the newest one is compared with
             this run. Nothing is written to it.
@@ -65,6 +65,7 @@ def rehearse(
     traced part.
     """
     start, task = time.time(), inputs.task
+    count = num_passes(settings, run.batch_size, mesh)
     tx = make_optimizer(settings, run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     limit = device_memory or hardware.limit(jax.local_devices()[0])
@@ -74,7 +75,7 @@ def rehearse(
     frozen = memory.shapes(task.frozen)
     shapes: list[str] = []
     with _named("a training step"):
-        step = loop.make_step(task, settings, tx, layout)
+        step = loop.make_step(task, settings, tx, layout, count)
         for of_bucket in inputs.batches.examples():
             batch = memory.batch_of(of_bucket, run.batch_size)
             shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
@@ -85,9 +86,9 @@ def rehearse(
         with _named("the held-out loss"), programs.rehearsal():
             one = inputs.records.first()
             heldout.make_scorer(task, frozen, mesh, one, run.batch_size)(state.params)
-    samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
-    need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
-    passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
+    samples = run.batch_size // (sharding.batch_ways(mesh) * count)
+    need = memory.bytes_per_device(traced, mesh, samples, count)
+    passes = "1 pass" if count == 1 else f"{count} passes"
     begun = source.averages_from if source else run_log.read_averages_from(workdir)
     at_once = []
     if rows_drawn:

@@ -30,6 +30,7 @@ from diffusion_jax.logs import run_log
 from diffusion_jax.logs.progress import Meter
 from diffusion_jax.task import Batch, Frozen, Params, Task
 from diffusion_jax.train import autotuning, loop, not_finite, step_report
+from diffusion_jax.train.optimizer import num_passes
 from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
 
@@ -93,7 +94,7 @@ def replay(
     Args:
         inputs: The inputs of the run, as the system's `prepare` returns them.
         run: The run's steps, batch size and seed.
-        settings: The run's optimizer. `accumulate` is the number of micro batches per step.
+        settings: The run's optimizer, and its micro batch.
         mesh: The devices of the replay.
         workdir: The folder with the checkpoints, metrics.jsonl and manifest.json.
         step: The step, from 1 to run.steps.
@@ -131,10 +132,11 @@ def replay(
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
     since = run_log.read_averages_from(workdir)
-    train_step = loop.make_step(task, settings, tx, layout, since)
+    passes = num_passes(settings, run.batch_size, mesh)
+    train_step = loop.make_step(task, settings, tx, layout, passes, since)
     tuned = autotuning.find(workdir, run.deterministic)
     programs: dict[loop.BatchShapes, loop.CompiledStep] = {}
-    examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
+    examine = lambda state, batch: _examine(task, passes, mesh, state, frozen, batch, key, decode)
     modules = labels = pictures = examples = None
     meter = Meter("steps", end - first, name="replaying")
     for now in range(first + 1, end + 1):
@@ -204,12 +206,12 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
     return restore.newest_sound(folder, until=step)
 
 
-def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, decode):
+def _examine(task: Task, parts: int, mesh, state, frozen, batch, key, decode):
     """Return the gradient norm of each module, the labels of each example, and the pictures.
 
-    They describe a step that starts from `state`, takes `batch`, and draws noise from the run's key
-    `key`. The labels are arrays [B], keyed by "sigma" and "loss". The pictures are None or uint8
-    [B, H, W, 3].
+    They describe a step that starts from `state`, takes `batch` in `parts` passes, and draws noise
+    from the run's key `key`. The labels are arrays [B], keyed by "sigma" and "loss". The pictures
+    are None or uint8 [B, H, W, 3].
     """
     everywhere = sharding.replicated(mesh)
     gradient = not_finite.observed_gradient(task.loss, everywhere)
@@ -220,7 +222,6 @@ def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, d
         replicated = lambda x: jax.lax.with_sharding_constraint(x, everywhere)
         return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, walk.labels)
 
-    parts = settings.accumulate
     keys = image_keys(key, int(state.step), len(jax.tree.leaves(batch)[0]))
     total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
     for micro in not_finite.passes(batch, keys, parts):

@@ -18,7 +18,6 @@ from diffusion_jax import cli, files, runs, systems
 from diffusion_jax.devices import sharding
 from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs.progress import block
-from diffusion_jax.train import optimizer
 from diffusion_jax.train.replay import Decode, Replayed, ReplayedLine, changes, replay
 from diffusion_jax.weights import finetune
 
@@ -82,11 +81,10 @@ def run(
         finetune.check_wanted(base, s.lora)
         s = s._replace(unet_weights=base)
     mesh = sharding.make_mesh(*s.mesh)
-    settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
     inputs = importlib.import_module(system.command).prepare(s, mesh)
     with inputs.batches:
         finetune.check_base(workdir, inputs.base)
-        result = replay(inputs, s.run, settings, mesh, workdir, step, decoder(s))
+        result = replay(inputs, s.run, s.optimizer, mesh, workdir, step, decoder(s))
     return result, changes(workdir, step, config)
 
 

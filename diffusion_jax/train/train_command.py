@@ -100,7 +100,7 @@ def command(
                 optimizer.check_dtype(trained, getattr(s, trained))
                 check_configs(values)
                 mesh = sharding.make_mesh(*s.mesh)
-                settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+                sharding.check_batch(s.run.batch_size, s.optimizer.micro_batch, mesh)
 
                 # Open the data, the text encoder, and the measurements during training.
                 inputs = prepare(s, mesh)
@@ -115,11 +115,11 @@ def command(
                 runs.claim(workdir, values, write=False)
                 finetune.check_base(workdir, inputs.base)
                 report = rehearse(
-                    inputs, s.run, settings, mesh, workdir, alone.value, device_memory.value,
+                    inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
                     ignore_memory.value, source,
                 )  # fmt: skip
                 if source:
-                    report += "\n" + continuing.prepare(source, inputs, s.run, settings, mesh)
+                    report += "\n" + continuing.prepare(source, inputs, s.run, s.optimizer, mesh)
                 _print_report(
                     report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
                 )
@@ -142,9 +142,9 @@ def command(
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             if source:
                 continuing.write_first_checkpoint(
-                    source, inputs, s.run, settings, mesh, workdir, values
+                    source, inputs, s.run, s.optimizer, mesh, workdir, values
                 )
-            state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
+            state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
         if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):
             logging.info("where the time went: %s", times)

@@ -61,7 +61,7 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
             "text.weights is empty: set it to a folder with safetensors, or to the name of a model "
             "on the Hugging Face Hub such as google-t5/t5-small"
         )
-    folder = files.local(name).expanduser()
+    folder = pathlib.Path(os.path.expanduser(files.local(name)))
     if folder.is_dir():
         return snapshot(folder)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) or str(name).startswith("."):

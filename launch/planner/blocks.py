@@ -169,9 +169,8 @@ def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> Compile
 
     loss_of.defvjp(lambda params, gradient: (jnp.zeros(()), gradient), lambda g, _: (g, None))
     task = model.task._replace(loss=lambda p, frozen, batch, key: (loss_of(p, batch), {}))
-    settings = model.optimizer._replace(accumulate=1, micro_batch=0)
-    tx = optimizer.make_optimizer(settings, model.run.steps)
-    step = loop.make_step(task, settings, tx, jax.tree.map(lambda _: replicated, state))
+    tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
+    step = loop.make_step(task, model.optimizer, tx, jax.tree.map(lambda _: replicated, state))
     key = sharding.placed(memory.abstract_key(), replicated)
     lowered = step.lower(state, {}, state.params, key)
     update = measured(compiling.compile_for(lowered, kind), kind, UPDATE, 0.0)

@@ -55,7 +55,8 @@ def _choice(
     mesh = AbstractMesh((*shape, 1), sharding.AXES)
     if traced.model.run.batch_size % sharding.batch_ways(mesh):
         return None
-    micro = estimate.largest_micro_batch(traced, mesh, memory.USABLE * target.kind.memory)
+    limit = memory.USABLE * target.kind.memory
+    micro = memory.largest_micro_batch(traced.step, mesh, traced.model.run.batch_size, limit)
     if not micro:
         return None
     changed = estimate.with_micro_batch(traced, micro)
@@ -90,7 +91,7 @@ def advise(
     current_seconds = sum(
         current["seconds"][part] for part in ("arithmetic", "update", "communication")
     )
-    text = f"{_flags(choice, traced, remat)}: {_cost(choice, target)}"
+    text = f"{_flags(choice, remat)}: {_cost(choice, target)}"
     text += f"; this config takes {_ms(current_seconds)}" * current["fits"]
     text += "; without rematerialization not even one sample fits" * remat
     if choice.mesh.shape["fsdp"] == 1:
@@ -105,11 +106,10 @@ def advise(
     return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
 
 
-def _flags(choice: MeshChoice, traced: TracedModel, remat: bool) -> str:
+def _flags(choice: MeshChoice, remat: bool) -> str:
     mesh = choice.mesh.shape
     flags = f"--config.mesh.replica={mesh['replica']} --config.mesh.fsdp={mesh['fsdp']}"
     flags += f" --config.optimizer.micro_batch={choice.micro_batch}"
-    flags += " --config.optimizer.accumulate=1" * (traced.model.optimizer.accumulate > 1)
     return flags + " --config.unet.remat=True" * remat
 
 

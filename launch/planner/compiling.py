@@ -142,9 +142,9 @@ def lower_step(model: PlannedTask, mesh: Mesh) -> jax.stages.Lowered:
     frozen_places = sharding.shardings(frozen, mesh, model.task.rules)
     batch = memory.batch_of(model.example, model.run.batch_size)
     split, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
-    settings = optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh)
-    tx = optimizer.make_optimizer(settings, model.run.steps)
-    step = loop.make_step(model.task, settings, tx, places)
+    passes = optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
+    tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
+    step = loop.make_step(model.task, model.optimizer, tx, places, passes)
     return step.lower(
         sharding.placed(model.state, places),
         sharding.placed(frozen, frozen_places),

@@ -80,15 +80,15 @@ def departures(s: Settings) -> list[str]:
     return [f"{name} is {value}, not {rule}" for name, value, rule in rules if value != rule]
 
 
-def hyperparameters(s: Settings) -> dict[str, Any]:
+def hyperparameters(s: Settings, passes: int) -> dict[str, Any]:
     """Return the hyperparameters that a log must hold, keyed by the names in MLPerf's rules.
 
-    The learning rate is the value after the warm-up.
+    The learning rate is the value after the warm-up. `passes` is the number of passes of a step.
     """
     o = s.optimizer
     return {
         "global_batch_size": s.run.batch_size,
-        "gradient_accumulation_steps": o.accumulate,
+        "gradient_accumulation_steps": passes,
         "eval_samples": s.evaluation.num_prompts,
         "opt_name": "adamw",
         "opt_adamw_beta_1": o.b1,

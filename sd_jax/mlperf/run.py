@@ -141,7 +141,7 @@ def _open(
     for departure in rules.departures(s):
         logging.warning("not allowed in the closed division: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
-    s = s._replace(optimizer=optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh))
+    sharding.check_batch(s.run.batch_size, s.optimizer.micro_batch, mesh)
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
     stack.enter_context(runs.writing(workdir))
@@ -216,7 +216,8 @@ def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
         log.event(f"submission_{key}", value)
     log.start("init_start", time_ms=init_start)
     log.event("seed", run.s.run.seed)
-    for key, value in rules.hyperparameters(run.s).items():
+    passes = optimizer.num_passes(run.s.optimizer, run.s.run.batch_size, run.mesh)
+    for key, value in rules.hyperparameters(run.s, passes).items():
         log.event(key, value)
     log.end("init_stop")
     log.start("run_start")

@@ -2,8 +2,8 @@
 
 LoRA files have the parameter names of diffusers, of peft itself, of kohya's scripts, of LyCORIS or
 of ComfyUI. Names of diffusers and kohya can also be written. A file may also change the text
-encoder, although LoRA runs of this project train only the UNet. Adapters that change a weight
-otherwise than by a product of two factors, such as LoHa, LoKr and DoRA, are rejected.
+encoder, although LoRA runs of this project train only the UNet. The layers of a file are LoRAs,
+LoHas or LoKrs, and each of them may be a DoRA (see lora_kinds.py). Other adapters are rejected.
 """
 
 import json
@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,8 +24,9 @@ from diffusion_jax.text import clip_weights
 from diffusion_jax.weights import lora, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry
 from sd_jax.unet import UNet
-from sd_jax.weights import names
+from sd_jax.weights import lora_kinds, names
 from sd_jax.weights.checkpoints import Checkpoint
+from sd_jax.weights.lora_kinds import Layer
 
 DIALECTS = ("diffusers", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
@@ -45,12 +46,11 @@ _FACTORS = (
     (r"(.+)\.lora_(A|B)(?:\.\w+)?\.weight", {"A": "down", "B": "up"}),
     (r"(.+)\.lora[_.](down|mid|up)\.weight", {}),
     (r"(.+)\.lora_linear_layer\.(down|up)\.weight", {}),
+    (r"(.+)\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))", {}),
+    (r"(.+)\.(dora_scale|lora_magnitude_vector)(?:\.\w+)*", {}),
     (r"(.+)\.(alpha)", {}),
 )
 _FAMILIES = (
-    (r"\.hada_", "LoHa"),
-    (r"\.lokr_", "LoKr"),
-    (r"\.dora_scale|\.lora_magnitude_vector", "DoRA"),
     (r"\.b?oft_|\.oft_blocks", "OFT"),
     (r"\.vera_", "VeRA"),
     (r"\.lora_E\b|\.ranknum", "AdaLoRA"),
@@ -61,33 +61,17 @@ _FAMILIES = (
     (r"\.lora_\w+(\.\w+)?\.bias$", "a LoRA with biases"),
     (r"emb_params|string_to_param|^clip_[lg]$", "a textual inversion embedding"),
 )
-"""Patterns of array names, and the kinds of adapters that have them."""
+"""Patterns of array names, and the kinds of adapters that have them, which are not supported."""
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """The values of peft's init_lora_weights that leave the base weights unchanged. Others, such as
 PiSSA, OLoRA, CorDA and LoftQ, change them, so their factors fit only the changed weights."""
+_KINDS, _MAGNITUDES = ("LORA", "LOHA", "LOKR"), "lora_magnitude_vector"  # peft's names.
 _UNSUPPORTED = (
-    "use_dora", "modules_to_save", "layer_replication", "trainable_token_indices",
-    "target_parameters", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config",
-    "kasa_config", "monteclora_config", "use_bdlora",
+    "modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters",
+    "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "monteclora_config", "use_bdlora",
 )  # fmt: skip
-"""Options of peft that must be off, because they change more than a product of two factors."""
-
-
-class Layer(NamedTuple):
-    """The change of one layer: scale * up @ down is added to its weight [out, in, ...].
-
-    As in torch, convolutions have two more axes, and 1x1 convolutions may lack them.
-    """
-
-    down: np.ndarray
-    """The factor that is applied first, [rank, in, ...]."""
-    up: np.ndarray
-    """The factor that is applied second, [out, rank, ...]."""
-    scale: float
-    name: str
-    """The layer's name in the file."""
-    mid: np.ndarray | None = None
-    """A factor [rank, rank, height, width] between them, for some convolutions of LyCORIS."""
+"""Options of peft that must be off, because they change more than the weights of layers."""
 
 
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
@@ -115,8 +99,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """Read a LoRA file as {part: {name: Layer}}, where the part is "unet" or "text".
 
     The names are those of the layers in the file, with underscores instead of dots. Raises
-    ValueError if the file is not a LoRA with two factors per layer, or has values that are not
-    finite.
+    ValueError if an array of the file is unknown, a factor is missing, or a value is not finite.
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
@@ -131,17 +114,17 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
             raise ValueError(f"{path} holds the factor {kind} of {layer} twice: keep one of them")
         arrays[kind] = np.asarray(array, np.float32)
     metadata = _read_config(path) if _is_of_peft(state) else _read_metadata(path)
-    for config in metadata.values():
-        _check_config(path, config)
+    for part, config in metadata.items():
+        _check_config(path, config, parts.get(part, {}))
     all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
-    halves = [arrays["name"] for arrays in all_layers if not {"down", "up"} <= arrays.keys()]
+    halves = [arrays["name"] for arrays in all_layers if not lora_kinds.product_of(arrays)]
     if strays or halves or not parts:
         misfits = (
             f"{len(strays)} of {len(state)} arrays have unknown names, such as "
             if strays
-            else f"{len(halves)} of {len(all_layers)} layers have only one factor, such as "
+            else f"{len(halves)} of {len(all_layers)} layers lack factors or mix kinds, such as "
         ) + torch_weights.some(strays or halves)
-        raise ValueError(f"{path} is not a LoRA with two factors per layer, because {misfits}")
+        raise ValueError(f"{path} is not a LoRA, LoHa or LoKr, because {misfits}")
     try:
         torch_weights.check_finite(state)
     except ValueError as error:
@@ -225,9 +208,10 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """Split an array's name into the part ("unet" or "text"), the layer, and the kind of array.
+    """Split the name of an array in a LoRA file into (part, layer, kind).
 
-    The kind is "down", "mid", "up" or "alpha". If LoRA files have no such names, return None.
+    The part is "unet" or "text", and the kind is "alpha" or the name of a factor in `lora_kinds`.
+    Return None if the name is in none of the formats of LoRA files.
     """
     # Before it used peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
@@ -245,15 +229,21 @@ def _check_family(path: pathlib.Path, state: Mapping[str, Any]) -> None:
     for pattern, family in _FAMILIES:
         if found := [name for name in state if re.search(pattern, name)]:
             raise ValueError(
-                f"{path} is {family}, not a plain LoRA, because of {len(found)} of its "
+                f"{path} is {family}, not a LoRA, LoHa or LoKr, because of {len(found)} of its "
                 f"{len(state)} arrays, such as {found[0]}: merge it with another program"
             )
 
 
-def _check_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+def _check_config(
+    path: pathlib.Path, config: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
+) -> None:
     kind, init = config.get("peft_type") or "LORA", config.get("init_lora_weights", True)
-    if kind != "LORA":
-        raise ValueError(f"{path} is an adapter of the type {kind}, not LoRA")
+    if kind not in _KINDS:
+        raise ValueError(f"{path} is an adapter of the type {kind}, not {', '.join(_KINDS)}")
+    if config.get("use_dora") and not all(_MAGNITUDES in arrays for arrays in layers.values()):
+        raise ValueError(
+            f"{path} was trained with use_dora=True, but has layers without magnitudes"
+        )
     if init not in _HARMLESS_INITS:
         raise ValueError(
             f"{path} was trained with init_lora_weights={init!r}, which changes the base weights: "
@@ -301,20 +291,27 @@ def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(("unet", "text"), pretrained.read_json(file))
 
 
-def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
+def _layer(arrays: dict[str, Any], metadata: Mapping[str, Any]) -> Layer:
     """Build a Layer with scale alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
     Alpha is read from the layer's arrays, or if they lack it, from the metadata. If both lack it,
     alpha is the rank.
     """
-    name, rank = arrays["name"], len(arrays["down"])
-    patterns: Mapping[str, float] = metadata.get("alpha_pattern") or {}
-    # As in peft, the patterns are regular expressions, and the first match counts.
-    matching = [a for end, a in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", name)]
-    alpha = (matching or [metadata.get("lora_alpha", rank)])[0]
-    alpha = float(arrays["alpha"].ravel()[0]) if "alpha" in arrays else alpha
-    scale = alpha / (rank**0.5 if metadata.get("use_rslora") else rank)
-    return Layer(arrays["down"], arrays["up"], scale, name, arrays.get("mid"))
+    name, alpha = arrays.pop("name"), arrays.pop("alpha", None)
+    by_pattern = lambda field, default: _by_pattern(metadata.get(f"{field}_pattern"), name, default)
+    rank = lora_kinds.rank(arrays) or by_pattern("rank", metadata.get("r"))
+    if not rank:
+        return Layer(name, arrays, 1.0)  # LyCORIS ignores the alpha of two whole matrices.
+    if alpha is None:  # LoRA's field is lora_alpha, and that of the other kinds alpha.
+        alpha = by_pattern("alpha", metadata.get("lora_alpha", metadata.get("alpha", rank)))
+    scale = float(np.ravel(alpha)[0]) / (rank**0.5 if metadata.get("use_rslora") else rank)
+    return Layer(name, arrays, scale)
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a layer's name, as in peft."""
+    values = (patterns or {}).items()
+    return next((x for end, x in values if re.fullmatch(rf"(.*\.)?({end})", name)), default)
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
@@ -346,7 +343,7 @@ def _merged(
     strength: float,
     path: pathlib.Path,
 ) -> Params:
-    """Return the parameters with strength * scale * up @ down added to each changed layer.
+    """Return the parameters with `strength` times its change added to each changed layer.
 
     `layers` holds the changes by layer name, and `table` locates each layer (see `_tables`).
     Raises ValueError if the model lacks a layer of the file `path`.
@@ -367,28 +364,12 @@ def _merged(
         if name not in changes:
             return weight
         entry, layer = changes[name]
-        return weight + strength * entry.layout.to_jax(_product(entry, layer, weight, path))
+        torch_weight = entry.layout.to_torch(np.asarray(weight))
+        try:
+            return entry.layout.to_jax(lora_kinds.changed(layer, torch_weight, strength))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} belongs to another model, because {error}: choose a LoRA for this model"
+            ) from error
 
     return jax.tree.map_with_path(merge, params)
-
-
-def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path) -> np.ndarray:
-    """Return scale * up @ down in the shape that the layer's weight has in torch.
-
-    Raises ValueError if the factors do not have the sizes of the weight.
-    """
-    shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), weight.shape)).shape
-    up, down = layer.up, layer.down
-    if layer.mid is not None and layer.mid.shape[:2] == (up.shape[1], len(down)):
-        down = np.einsum("rshw,si->rihw", layer.mid, down.reshape(len(down), -1))
-    # A 1x1 convolution has the same shape as a linear layer.
-    squeezed = lambda shape: shape[:2] if shape[2:] == (1, 1) else shape
-    product_shape = (up.shape[0], *down.shape[1:])
-    if up.size != up.shape[0] * len(down) or squeezed(product_shape) != squeezed(shape):
-        raise ValueError(
-            f"{path} belongs to another model, because the factors of {layer.name} have the shapes "
-            f"{list(down.shape)} and {list(up.shape)}, but the model's weight has the shape "
-            f"{list(shape)}: choose a LoRA for this model"
-        )
-    product = up.reshape(len(up), -1) @ down.reshape(len(down), -1)
-    return (np.float32(layer.scale) * product).reshape(shape)

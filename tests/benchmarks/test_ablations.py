@@ -54,7 +54,7 @@ def test_variants_have_valid_configs_and_share_training_runs():
         assert s.optimizer.lr == (0.04 if other else 0.002)
 
 
-def test_only_also_selects_the_first_variant_of_each_axis():
+def test_the_flag_only_always_adds_the_first_variant_of_an_axis():
     chosen = ablations.select(["average/none", "average/width 0.05"])
     assert [variant.name for variant in chosen] == ["decay 0.999", "none", "width 0.05"]
     with pytest.raises(ValueError, match="--only is 'sampelr': did you mean 'sampler'"):

@@ -28,7 +28,7 @@ def test_a_hanging_part_is_killed_and_its_output_stored(tmp_path):
     assert stored["part"] == "hanging" and stored["results"] == [{"a": 1}]
 
 
-def test_a_failing_part_is_reported_and_its_output_logged(tmp_path):
+def test_if_a_part_fails_its_status_is_failed_and_the_log_holds_its_error(tmp_path):
     row = run(Part("failing", "", ("no_such_module",), 30), tmp_path)
     assert row["status"] == "failed"
     assert "No module named no_such_module" in (tmp_path / "log.txt").read_text()

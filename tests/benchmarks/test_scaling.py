@@ -45,8 +45,8 @@ def model():
 
 def test_the_batch_per_device_is_equal_for_every_node_count(model):
     cases = scaling.cases(model, [1, 2, 4], per_node=2)
-    shares = [(n, mesh.size, m.run.batch_size, m.optimizer.accumulate) for n, mesh, m in cases]
-    assert shares == [(1, 2, 16, 2), (2, 4, 32, 2), (4, 8, 64, 2)]
+    shares = [(n, mesh.size, m.run.batch_size, m.optimizer.micro_batch) for n, mesh, m in cases]
+    assert shares == [(1, 2, 16, 4), (2, 4, 32, 4), (4, 8, 64, 4)]
     assert [*cases[1][1].devices.flat] == jax.devices()[:4]
 
 

@@ -179,6 +179,23 @@ def test_renamed_and_removed_fields_of_old_configs_are_converted(tmp_path, chang
     assert stored(tmp_path)["version"] == 2
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "fsdp", "micro_batch"), [(1, -1, 0), (4, -1, 2), (2, 2, 2), (8, 8, 1)]
+)
+def test_the_passes_of_a_version_5_config_become_its_micro_batch(
+    tmp_path, caplog, accumulate, fsdp, micro_batch
+):
+    now = config(batch_size=8, mesh__fsdp=fsdp)
+    old = {**now, "optimizer": {**now["optimizer"], "accumulate": accumulate}, "version": 5}
+    write(tmp_path, old)
+    assert runs.load(tmp_path)["optimizer"]["micro_batch"] == micro_batch
+    message = f"optimizer.accumulate={accumulate} is now optimizer.micro_batch={micro_batch}"
+    assert (message in caplog.text) == (accumulate > 1)
+    runs.claim(tmp_path, now)  # The run can be continued.
+    with pytest.raises(ValueError, match=r"its name is now optimizer.micro_batch, with another"):
+        systems.complete({k: v for k, v in old.items() if k != "version"})
+
+
 def test_a_removed_field_that_changed_the_model_is_an_error(tmp_path, changes):
     write(tmp_path, old_config(gain=2.0))
     with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer supports"):

@@ -25,7 +25,7 @@ _KILLED = flags.DEFINE_integer("killed", 0, "The number of the process that does
 
 OPTIMIZER = Optimizer(
     lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
-    accumulate=1, ema_decays=(0.9,), ema_warmup=False, ema_widths=(0.1,), snapshot_every=2,
+    ema_decays=(0.9,), ema_warmup=False, ema_widths=(0.1,), snapshot_every=2,
 )  # fmt: skip
 
 

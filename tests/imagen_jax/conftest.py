@@ -108,7 +108,7 @@ def _train(workdir, steps, save_every=2):
 
 
 def _prepare(samples, rehearse):
-    """Record the samples of this process, and skip the rehearsal after the first process."""
+    """Record the samples that this process trains on, and skip its rehearsal unless `rehearse`."""
     if not rehearse:
         commands.skip_rehearsal()
     commands.record_samples(samples)

@@ -105,6 +105,7 @@ def test_the_first_stage_must_fit_the_pictures_to_enlarge():
         for name, model in (("base", base64_500m), ("sr", sr256_600m))
     )
     both, alone = cascade.Cascade([base, enlarger], [{}, {}]), cascade.Cascade([enlarger], [{}])
+    assert (both.enlarger, alone.enlarger) == ((1, 64), (0, 64))  # (stage, side)
     both.check([], [1, 1])
     alone.check([(64, 64)], [1])
     with pytest.raises(ValueError, match=r"^base is a base model, which draws from text alone"):

@@ -133,7 +133,7 @@ def test_sample_draws_from_a_cascade_of_earlier_runs(earlier, tmp_path):
 
 
 @pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
-def test_evaluate_scores_an_earlier_run(earlier, name):
+def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
     run(
         f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",
         "--num_heldout=1", "--batch_size=64",

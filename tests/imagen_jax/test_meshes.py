@@ -12,7 +12,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
-from diffusion_jax.train.optimizer import for_mesh, make_optimizer
+from diffusion_jax.train.optimizer import make_optimizer, num_passes
 from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
@@ -78,8 +78,8 @@ def run(sizes, micro_batch=0, config=quickstart):
     state = jax.device_put(init_state(initial(config), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
     optimizer = settings.optimizer._replace(ema_decays=(0.9,), micro_batch=micro_batch)
-    optimizer = for_mesh(optimizer, len(batch["image"]), mesh)
-    step = loop.make_step(imagen, optimizer, tx, where)
+    passes = num_passes(optimizer, len(batch["image"]), mesh)
+    step = loop.make_step(imagen, optimizer, tx, where, passes)
     losses = []
     for _ in range(3):
         state, metrics = step(state, {"text": ()}, placed, key)

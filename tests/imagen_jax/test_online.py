@@ -78,7 +78,7 @@ def test_a_frozen_t5_is_sharded_not_trained_and_not_in_checkpoints(folder, tmp_p
 
 
 def test_the_weights_of_t5_are_arguments_of_the_loss_and_not_constants(folder):
-    """The loss is only traced."""
+    """The loss is traced but not computed. The weights would be large constants of the program."""
     s = settings(weights=str(folder))
     encoder = lookup.open_encoder(s.text)
     imagen = task.make_task(s, encoder)

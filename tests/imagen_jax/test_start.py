@@ -3,13 +3,15 @@
 import re
 import shlex
 import threading
-from types import SimpleNamespace
 
+import jax
 import pytest
 from PIL import Image
 
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.start import stages, start_command
+from diffusion_jax.start.changes import full_config
+from diffusion_jax.train import loop, memory
 from imagen_jax import start
 from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
@@ -26,9 +28,6 @@ def follow(line, *more):
     return ended
 
 
-GFLOP = {"base32_8m": 1.7, "base32_19m": 3.8, "sr64_3m": 1.5, "base64_47m": 39, "sr256_18m": 59}
-
-
 @pytest.mark.parametrize(
     ("side", "hours", "speed", "bases"),
     [
@@ -42,18 +41,32 @@ GFLOP = {"base32_8m": 1.7, "base32_19m": 3.8, "sr64_3m": 1.5, "base64_47m": 39, 
     ],
 )
 def test_start_selects_models_by_picture_size_time_and_speed(side, hours, speed, bases):
-    opened = lambda stage: stages.Opened(
-        stage, {}, {}, None, SimpleNamespace(flops=1e9 * GFLOP[stage.base])
-    )
-    measured = lambda stage: stages.Measured(opened(stage), speed, 0.0)
-    chosen = stages.choose(start.candidates(), float(side), 3600.0 * hours, opened, measured)
+    candidates = start.candidates()
+    rate = speed * candidates[0].stages[0].gflop
+    chosen = stages.allowed(candidates, float(side), 3600.0 * hours, rate)[-1]
     assert [stage.base for stage in chosen.stages] == bases
+
+
+STAGES = [stage for candidate in start.candidates() for stage in candidate.stages]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", {s.base: s for s in STAGES}.values(), ids=lambda s: s.base)
+def test_gflop_of_a_stage_is_that_of_its_training_step(tmp_path, stage):
+    digits.write_examples(tmp_path, 2, size=256)
+    own = {"data.source": ("folder", ""), "data.path": (str(tmp_path), "")}
+    s, mesh, inputs = stages._open(full_config(stage.base, own))
+    with inputs.batches:
+        _, key, create, _ = loop.plan(inputs.task, s.run, s.optimizer, mesh)
+        state = jax.eval_shape(create, key)
+        traced = memory.trace(inputs.task, state, inputs.batches.example())
+    assert f"{traced.flops / 1e9:.2g}" == f"{stage.gflop:g}"
 
 
 def measure_for_too_long():
     """Replace the measurement by one that ends with an error long after its time."""
 
-    def measure(opened, workdir):
+    def measure(*_):
         threading.Event().wait(200)
         raise AssertionError("start waited for the measurement")
 
@@ -67,7 +80,7 @@ def test_start_writes_a_config_with_an_assumed_speed_if_measuring_takes_too_long
     arguments = (f"--data={data}", "--hours=0.001", f"--out={out}")
     ended = commands.run("start", *arguments, devices=1, before=measure_for_too_long)
     assert ended.code == 0, ended.err
-    assert "Assumed instead: base32_8m trains on 5" in ended.out, ended.out
+    assert "Assumed instead: base32_8m trains on 58.8" in ended.out, ended.out
     assert "python -m imagen_jax.train --config=" in ended.out.partition("next:\n")[2]
     assert "c.steps = 20  # --hours allows 0; fewer than 20 are not" in out.read_text()
     names = {}

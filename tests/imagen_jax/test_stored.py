@@ -150,8 +150,8 @@ def test_a_store_is_checked_against_local_weights_of_the_encoder(path, weights, 
         lookup.open_encoder(settings(store=path, weights=str(other)).text)
 
 
-def test_new_prompts_require_the_encoder_of_the_store(path, weights, tmp_path):
-    """Like in sampling, weights are named by the run's config or by the command."""
+def test_prompts_outside_a_store_need_the_encoder_that_made_the_store(path, weights, tmp_path):
+    """The config of the run or the command names the weights of the encoder."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
     without = cascade.read_run(tmp_path)
     with pytest.raises(

@@ -296,7 +296,6 @@ def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
         ("diffusion__p_std", -1.2, "diffusion.p_std is -1.2: it must be above 0"),
         ("optimizer__clip", 0.0, "optimizer.clip is 0.0: it must be above 0"),
         ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
-        ("optimizer__accumulate", 0, "optimizer.accumulate is 0: it must be above 0"),
         ("optimizer__ema_decays", (9999.0,), "it must be from 0 to below 1"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
         (

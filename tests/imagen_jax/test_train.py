@@ -139,8 +139,8 @@ def refused(tmp_path):
         ("--config.optimiser.lr=1", "unknown config field optimiser: did you mean optimizer?"),
         ("--config.nope=1", "unknown config field nope: the config has "),
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
-        ("--config.batch_size=12", "batch_size 12 is not divisible by accumulate 1 x replica 1 x "
-                                   "fsdp 8 = 8: the nearest valid sizes are 8 and 16"),
+        ("--config.batch_size=12", "batch_size 12 is not divisible by replica 1 x fsdp 8 = 8: "
+                                   "the nearest valid sizes are 8 and 16"),
         ("--config.optimizer.micro_batch=3", "batch_size 8 is not divisible by optimizer."
                                              "micro_batch 3 x replica 1 x fsdp 8 = 24: the near"),
         ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),

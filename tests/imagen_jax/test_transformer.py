@@ -163,6 +163,24 @@ def test_a_text_without_words_or_of_zeros_has_finite_gradients():
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
+def test_the_pooled_text_is_the_mean_of_its_valid_tokens():
+    """Repeating all tokens changes a sum but not a mean.
+
+    After the mean comes a LayerNorm, which hides the scale of all but very small numbers.
+    """
+    unet = NETWORKS["base"]
+    params, inputs = nested(unet, random_params(unet)), example(unet)
+
+    def pooled(times):
+        text = {"text": jnp.tile(1e-3 * inputs["text"], (1, times, 1)),
+                "text_mask": jnp.tile(inputs["text_mask"], (1, times))}  # fmt: skip
+        only = lambda module, _: module.name == "text_embed"
+        run = jit(functools.partial(unet.apply, capture_intermediates=only))
+        return run(params, **(inputs | text))[1]["intermediates"]["text_embed"]["__call__"][0]
+
+    np.testing.assert_allclose(pooled(2), pooled(1), rtol=1e-4, atol=1e-5)
+
+
 def test_the_output_does_not_depend_on_the_order_of_tokens(large):
     apply, inputs = large
     turned = dict(text=inputs["text"][:, ::-1], text_mask=inputs["text_mask"][:, ::-1])

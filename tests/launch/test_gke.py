@@ -252,7 +252,7 @@ def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
         ((*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
          "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices"),
         ((*THERE, "--job.accelerator=h100:24"),
-         "batch_size 4096 is not divisible by accumulate 1 x replica 1 x fsdp 24 = 24"),
+         "batch_size 4096 is not divisible by replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
         ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2': there is no such file"),

@@ -124,7 +124,7 @@ def test_the_numbers_of_a_plan_are_consistent(figures):
         (("--target=h100:6", "--config.mesh.fsdp=4"), "4 does not divide 6"),
         (("--target=h100:8", "--config.mesh.fsdp=4"), "uses 4 of the target's 8 devices"),
         (("--target=h100:8", "--config.batch_size=12"),
-         "batch_size 12 is not divisible by accumulate 1 x replica 1 x fsdp 8 = 8"),
+         "batch_size 12 is not divisible by replica 1 x fsdp 8 = 8"),
         (("--target=h100:8", "--mfu=40"), "error: --mfu=40.0: it must be above 0 and at most 1"),
     ],
 )  # fmt: skip
@@ -161,8 +161,11 @@ def test_a_plan_warns_about_few_samples_per_device(target, batch, warning):
 
 
 @pytest.mark.slow
-def test_the_plan_for_nemos_hardware_matches_its_batch_without_cudnn():
-    """NeMo trains base64_500m with batch 4096 on 32 A100 with 80 GB, 128 samples each."""
+def test_a_plan_for_nemos_gpus_gets_nemos_batch_size_per_gpu():
+    """NeMo trains base64_500m with batch size 4096 on 32 A100 GPUs of 80 GB, 128 samples each.
+
+    This machine cannot compile cuDNN's attention, so the plan uses another one.
+    """
     ended = commands.run(
         "launch.plan", "--config=configs/base64_500m.py", "--target=a100-80gb:32", "--fast",
         "--json", "--config.unet.attention_impl=cudnn",

@@ -94,7 +94,7 @@ def test_a_block_matches_mlperfs_reference():
 
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
-def test_all_shared_cases_match_the_reference(path):
+def test_each_case_in_the_shared_folder_matches_the_reference(path):
     errors = sd.verify(torch_weights.read(path))
     assert compare.within(errors, sd.TOLERANCE), errors
     assert len(errors) > 8

@@ -168,19 +168,30 @@ def test_lora_files_of_diffusers_have_the_same_effect_on_our_networks(
         close(a, b)
 
 
-def test_a_folder_saved_by_peft_has_the_same_effect_on_our_unet(folder, pipeline, tmp_path):
+PATTERNS = {
+    "target_modules": OF_UNET,
+    "rank_pattern": {"attn1.to_q": 3},
+    "alpha_pattern": {"attn1.to_q": 2, r"down_blocks\..*\.to_k": 5},
+}
+CONFIGS = {
+    "rsLoRA": lambda: peft.LoraConfig(r=2, lora_alpha=7, use_rslora=True, **PATTERNS),
+    "DoRA": lambda: peft.LoraConfig(r=2, lora_alpha=7, use_dora=True, **PATTERNS),
+    "LoHa": lambda: peft.LoHaConfig(r=2, alpha=7, use_effective_conv2d=True, **PATTERNS),
+    "LoKr": lambda: peft.LoKrConfig(r=2, alpha=7, decompose_both=True, **PATTERNS),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_folder_saved_by_peft_has_the_same_effect_on_our_unet(folder, pipeline, tmp_path, kind):
     """Only adapter_config.json has ranks, alphas and rslora."""
-    config = peft.LoraConfig(
-        r=2,
-        lora_alpha=7,
-        use_rslora=True,
-        target_modules=OF_UNET,
-        rank_pattern={"attn1.to_q": 3},
-        alpha_pattern={"attn1.to_q": 2, r"down_blocks\..*\.to_k": 5},
-        init_lora_weights=False,
-    )
+    pipeline.unet = peft.get_peft_model(pipeline.unet, CONFIGS[kind]())
     torch.manual_seed(0)
-    pipeline.unet = peft.get_peft_model(pipeline.unet, config)
+    for name, parameter in pipeline.unet.named_parameters():
+        if "lora_magnitude" in name:
+            parameter.data *= 1 + 0.3 * torch.randn(parameter.shape)
+        elif any(part in name for part in ("lora_", "hada_", "lokr_")):
+            width = parameter[0].numel() if parameter.ndim > 1 else 1
+            parameter.data = 0.5 * torch.randn(parameter.shape) / width**0.5
     pipeline.unet.save_pretrained(tmp_path)
     inputs, (theirs, _) = outputs(pipeline)
     opened = checkpoints.load(folder)

@@ -151,3 +151,39 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
             model.draw("a", image=Image.new("RGB", size))
     with pytest.raises(ValueError, match="low_res is given, but Stable Diffusion has no stage"):
         model.draw("a", low_res=Image.new("RGB", (4, 4)))
+
+
+def test_plain_prompts_with_prompt_weights_give_the_same_pictures(model, six):
+    same(model.draw(PROMPTS, prompt_weights=True).images, six)
+
+
+def test_prompt_weights_and_long_prompts_change_the_picture(model):
+    drawn = lambda prompt, **values: model.draw(prompt, **values).images.astype(int)
+    weighted = lambda prompt, **values: drawn(prompt, prompt_weights=True, **values)
+    plain, long = drawn("a b"), "a b" + 80 * " c"
+    for other in ("a (b:1.5)", "[a] b", "a BREAK b", long):
+        assert np.abs(weighted(other) - plain).max() > 2
+    assert np.abs(weighted(long + " b") - weighted(long)).max() > 0
+    same(drawn(long + " b"), drawn(long))
+    # The negative prompt and the empty text get as many chunks as the prompt.
+    values = {"negative_prompt": "(d:1.5)", "guiding": "perp_neg"}
+    assert np.abs(weighted(long, **values) - weighted(long)).max() > 0
+    assert np.abs(weighted("a b", negative_prompt=long) - plain).max() > 2
+    same(weighted(["a b", long])[1:], weighted([long], seeds=[1]))
+    assert model.changed([{"prompt_weights": True}]).card()["prompt_weights"] is True
+
+
+def test_weights_that_are_not_read_are_counted_in_one_warning(model, monkeypatch):
+    """absl logs only the first warning of a process."""
+    warnings = []
+    log = lambda level, message, n, *values: warnings.append((n, message % values))
+    monkeypatch.setattr(drawing.logging, "log_first_n", log)
+    model.tokenize(model.stages[0], ["a (b:1.3)", "a", "BREAK b"])
+    ((most, line),) = warnings
+    assert most == 1 and line.startswith(
+        "2 of 3 prompts contain weights or BREAK, such as 'a (b:1.3)', which are read as words"
+    )
+    model.tokenize(model.stages[0], [r"\(b\)"])
+    weighted = model.changed([{"prompt_weights": True}])
+    weighted.tokenize(weighted.stages[0], ["(b)"])
+    assert len(warnings) == 1

@@ -38,9 +38,13 @@ def test_a_new_unet_returns_0_and_its_layers_are_initialized_like_torch():
     # The second convolution of 5 residual blocks, the transformer's output, and the last one.
     ends = [n for n in zeros if re.search(r"(conv2|attn/out|out_conv)/(kernel|bias)$", n)]
     assert len(ends) == 2 * (5 + 1 + 1)
-    kernel = flat["params/down_0_0_res/conv1/kernel"]
-    limit = (9 * 32) ** -0.5
-    assert np.abs(kernel).max() <= limit and kernel.std() > 0.9 * limit / 3**0.5
+    kernels = [name for name in flat if name.endswith("kernel") and name not in zeros]
+    assert len(kernels) == 26
+    for name in kernels:  # U(-1, 1) / sqrt(fan_in), torch's default.
+        kernel, limit = flat[name], np.prod(flat[name].shape[:-1]) ** -0.5
+        assert np.abs(kernel).max() <= limit, name
+        # The standard error of a uniform draw's variance is a few times 1 / sqrt(size).
+        assert kernel.std() * 3**0.5 / limit == pytest.approx(1, abs=2 / kernel.size**0.5), name
 
 
 def test_remat_does_not_change_the_output():

@@ -129,6 +129,22 @@ def test_rows_with_a_licence_match_those_selected_by_pandas(tmp_path, monkeypatc
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(names)
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("mlperf", "--out"),
+        ("laion", "--metadata, --out"),
+        ("captions", "--annotations, --out"),
+        ("images", "--captions, --images, --out"),
+        ("miniature", "--out"),
+    ],
+)
+def test_a_command_without_its_paths_is_an_error_that_lists_them(command, flags, capsys):
+    with pytest.raises(SystemExit):
+        prepare.main([command])
+    assert capsys.readouterr().err.endswith(f"arguments are required: {flags}\n")
+
+
 def test_malformed_inputs_of_prepare_are_errors(tmp_path, capsys):
     def error(*arguments):
         with pytest.raises(SystemExit) as ended:

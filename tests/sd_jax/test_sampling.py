@@ -123,6 +123,14 @@ def test_the_grid_has_exactly_the_requested_number_of_steps(name):
         assert (np.diff(sigmas) < 0).all() and sigmas[-1] > 0
 
 
+def test_prompt_weights_need_clip():
+    read = sampling.tokenizer(SAMPLER._replace(prompt_weights=True))
+    with pytest.raises(
+        ValueError, match=r"sampler\.prompt_weights is True, but the text encoder is"
+    ):
+        read(ENCODER, ["(a:1.3)"], "")
+
+
 @pytest.mark.parametrize("steps", [1, 3, 101])
 @pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - SWAYED))
 def test_with_a_network_that_predicts_0_any_number_of_steps_gives_one_result(draw, name, steps):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from diffusion_jax import cli, files
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
@@ -70,7 +70,7 @@ def _reshard(args: argparse.Namespace) -> int:
     counts = reshard.reshard(
         _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes, engine=engines.of(args),
-        size=args.size, pad=args.pad, fields=fields.read(args.fields),
+        size=args.size, pad=args.pad, fields=picture_fields.read(args.fields),
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -103,7 +103,7 @@ def _validate(args: argparse.Namespace) -> int:
     try:
         report = validate.validate(
             records, args.num, args.threads, folder=parts, engine=engines.of(args),
-            fields=fields.read(args.fields),
+            fields=picture_fields.read(args.fields),
         )  # fmt: skip
     finally:
         files.remove_tree(parts)
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
     arg("--out", required=True, help="folder for train/, never_shown/ and prompt files")
     arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
-        "fluent:FILE; may be repeated. `npm pack` writes FILE (docs/data.md)")  # fmt: skip
+        "fluent:FILE; may be repeated (models/emoji32/README.md)")  # fmt: skip
     arg("--size", type=_count, default=64, help="side of the pictures in pixels")
     arg("--variants", type=_count, default=4, help="pictures per emoji, style and background, at "
         "random offsets; half as many with a skin tone")  # fmt: skip

@@ -19,13 +19,13 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax import files
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 SUFFIX = ".array_record"
@@ -34,7 +34,7 @@ _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessI
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the ArrayRecord files at a config's data.path as a list of records."""
-    return ArrayRecords(records.path_of(data), data.text, fields.read(data.fields))
+    return ArrayRecords(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
 class ArrayRecords(Records):
@@ -140,10 +140,15 @@ def _images() -> tuple[str, ...]:
 
 
 def read_feature(features: Mapping[str, Sequence[bytes]], text: str) -> Any:
-    """Return the caption, Captions or embeddings in one of an Example's features.
+    """Read the text of a record from one feature of its tf.train.Example.
 
-    The result is an Unusable error if the feature is missing or damaged. `text` is the name of the
-    feature, or "json:FIELD" for a field in a feature that holds JSON.
+    Args:
+        features: The features of the Example, keyed by name. Each is a list of bytes.
+        text: The name of the feature, or "json:FIELD" for a field of a feature that holds JSON.
+
+    Returns:
+        A caption, Captions if the feature holds several, or text embeddings. If the feature is
+        missing or damaged, an Unusable that says why.
     """
     name, _, field = text.partition(":")
     if name not in features:

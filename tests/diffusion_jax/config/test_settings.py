@@ -1,6 +1,7 @@
 """Reading config groups: omitted fields get their defaults, and every mistake is named."""
 
 import math
+import pickle
 import re
 import types
 import typing
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
-from diffusion_jax.config import named, ranges, settings
+from diffusion_jax.config import field_docs, groups, named, ranges, settings
 from imagen_jax import settings as imagen_settings
 from launch import gke, job, slurm
 from sd_jax import settings as sd_settings
@@ -240,6 +241,36 @@ def test_a_group_binds_its_sampler_once_and_a_changed_copy_binds_it_again(module
     assert sampler.method is sampler.method
     assert sampler.method.sampler.keywords == {"eta": 0.25}
     assert sampler._replace(eta=0.5).method.sampler.keywords == {"eta": 0.5}
+
+
+def test_a_group_extends_another_by_defaults_and_fields_and_inherits_their_meanings():
+    @groups.group
+    class Base(groups.Group):
+        name: str = "a"
+        """The name."""
+        size: ranges.Count = 1
+        """The size."""
+
+    @groups.group
+    class Extended(Base):
+        name: str = "b"
+        depth: ranges.Count = 3
+        """The depth."""
+
+    assert Extended(size=2) == ("b", 2, 3) and Base() == ("a", 1)
+    assert ranges.defaults(Extended) == {"name": "b", "size": 1, "depth": 3}
+    assert Extended()._replace(depth=4)._asdict() == {"name": "b", "size": 1, "depth": 4}
+    meanings = {field.name: field.meaning for field in field_docs.fields(Extended)}
+    assert meanings == {"name": "The name.", "size": "The size.", "depth": "The depth."}
+    with pytest.raises(ValueError, match=r"x\.size is 0: it must be above 0"):
+        settings.read(Extended, {"size": 0}, "x")
+
+
+@pytest.mark.parametrize("module", [imagen_settings, sd_settings])
+def test_settings_survive_a_pickle(module):
+    sampler = module.Sampler(name="ddim", eta=0.25)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert type(copy) is module.Sampler and copy == sampler
 
 
 def test_an_objective_that_is_first_built_inside_a_traced_function_works_outside():

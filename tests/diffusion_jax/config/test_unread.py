@@ -50,7 +50,7 @@ def test_a_watched_group_equals_the_plain_group_and_its_copies_are_plain():
 
 
 def test_the_quickstart_config_sets_no_unread_sampler_field():
-    """If one is missing, the quick start begins with a warning."""
+    """An unread field would make the first command of the quick start print a warning."""
     s, unread_fields = unread.watched(
         read_settings(quickstart.get_config().to_dict()), ("sampler",)
     )

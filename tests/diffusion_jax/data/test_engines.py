@@ -142,6 +142,20 @@ def test_two_beam_jobs_can_fill_one_folder(tmp_path, monkeypatch):
     assert contents(tmp_path / "none") == {}
 
 
+def test_beam_runs_at_most_three_times_for_items_of_dead_workers(tmp_path, monkeypatch):
+    runs = []
+
+    def first_only(self, items, run):
+        runs.append(list(items))
+        run(items[0])
+        raise RuntimeError("a worker died")
+
+    monkeypatch.setattr(engines.Beam, "_run", first_only)
+    with pytest.raises(OSError, match="Beam did not finish 2 of 5 shards: a worker died"):
+        fill(engines.Beam(), tmp_path / "out", items=range(5))
+    assert runs == [[0, 1, 2, 3, 4], [1, 2, 3, 4], [2, 3, 4]]
+
+
 @pytest.fixture
 def beam(monkeypatch):
     """Return a function that builds a Beam engine, whose worker processes import this file."""

@@ -10,7 +10,7 @@ from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.examples.digits import rendering as digits
 
 
-def test_rows_count_used_files_and_name_the_first_skipped_ones_by_reason():
+def test_an_inventory_lists_numbers_of_used_files_and_examples_of_skipped_files():
     inventory = Inventory()
     inventory.add("pictures", ["0.jpg", "1.jpg"])
     inventory.add("texts", [], 2)

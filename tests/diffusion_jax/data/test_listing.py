@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.webdataset import WebDataset
@@ -125,13 +126,13 @@ def test_a_listing_with_a_flipped_bit_is_rebuilt(tmp_path, place):
 def test_a_listing_in_an_object_store_is_copied_instead_of_rebuilt(tmp_path, cache, monkeypatch):
     write_tars(tmp_path / "s")
     for tar in (tmp_path / "s").iterdir():
-        storage.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
+        files.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
     try:
         first = WebDataset("memory://listed", uncaptioned="drop")
         names = storage.walk("memory://listed", Inventory())
         (stored,) = (name for name in names if name.endswith(".index"))
         (copy,) = cache.glob("*.index")
-        assert storage.read(stored) == copy.read_bytes()
+        assert files.path(stored).read_bytes() == copy.read_bytes()
         copy.unlink()
         monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
         second = WebDataset("memory://listed", uncaptioned="drop")

@@ -269,7 +269,7 @@ def test_close_stops_the_reading_threads_and_can_be_called_twice():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_process_that_fails_without_closing_its_batches_exits():
+def test_a_process_that_raises_an_error_exits_although_its_batches_are_open():
     program = (
         "from diffusion_jax.data import pipeline\n"
         "from diffusion_jax.examples.digits import rendering as digits\n"

@@ -5,6 +5,7 @@ import tarfile
 import fsspec
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.data import storage, tars
 from diffusion_jax.data.inventory import Inventory
 
@@ -21,17 +22,17 @@ def root(request, tmp_path):
 def fill(root):
     folder = f"{root}/a" if storage.is_url(root) else root
     for name in ("2.tar", "1.tar", "note.txt"):
-        storage.write_whole(f"{folder}/{name}", b"0123456789" + name.encode())
+        files.write_whole(f"{folder}/{name}", b"0123456789" + name.encode())
     return folder
 
 
 def test_files_are_listed_and_read_by_byte_ranges(root):
     folder = fill(root)
-    assert storage.is_folder(folder) and storage.exists(f"{folder}/1.tar")
-    assert not storage.exists(f"{folder}/3.tar")
+    assert storage.is_folder(folder) and files.path(f"{folder}/1.tar").exists()
+    assert not files.path(f"{folder}/3.tar").exists()
     tars = storage.walk(folder, Inventory())[:2]
     assert [tar.rpartition("/")[2] for tar in tars] == ["1.tar", "2.tar"]
-    assert storage.read(tars[0]) == b"01234567891.tar"
+    assert files.path(tars[0]).read_bytes() == b"01234567891.tar"
     parts = storage.read_ranges([*tars, tars[0]], [0, 3, 12], [2, 5, 99])
     assert parts == [b"01", b"34", b"tar"]
 
@@ -40,7 +41,7 @@ def test_stamp_changes_if_the_content_changes(root):
     tar = f"{fill(root)}/1.tar"
     before = storage.stamp(tar)
     assert before == storage.stamp(tar) and before[0] == 15
-    storage.write_whole(tar, b"9" * 15)
+    files.write_whole(tar, b"9" * 15)
     assert storage.stamp(tar) != before
 
 
@@ -51,7 +52,7 @@ def test_reading_ranges_of_a_missing_file_is_an_error(root, monkeypatch):
 
 
 def test_a_failed_range_is_requested_again(monkeypatch):
-    storage.write_whole("memory://again/a", b"abc")
+    files.write_whole("memory://again/a", b"abc")
     system = fsspec.filesystem("memory")
     ask, requests = system.cat_ranges, []
 
@@ -67,7 +68,7 @@ def test_a_failed_range_is_requested_again(monkeypatch):
 
 def test_an_unknown_url_scheme_is_an_error():
     with pytest.raises(ValueError, match="no reader for nope://"):
-        storage.exists("nope://bucket/a.tar")
+        files.path("nope://bucket/a.tar").exists()
 
 
 @pytest.mark.parametrize("name", ["$RECYCLE.BIN", "$Recycle.Bin", "lost+found",
@@ -84,7 +85,7 @@ def test_system_folders_of_windows_and_linux_are_skipped_as_hidden(tmp_path, nam
         f"memory://{tmp_path.name}/.hidden/data"  # Only paths below the given folder can be hidden.
     )
     for path in (f"{name}/1.png", f"sub/{name}/1.png", visible):
-        storage.write_whole(f"{url}/{path}", b"")
+        files.write_whole(f"{url}/{path}", b"")
     inventory = Inventory()
     assert [path.partition("/data/")[2] for path in storage.walk(url, inventory)] == [visible]
     assert inventory.counts == {"hidden": 2}

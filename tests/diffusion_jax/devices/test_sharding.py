@@ -159,14 +159,14 @@ def test_a_batch_is_sharded_over_replica_and_fsdp():
 
 def test_check_batch_names_every_value_and_the_nearest_sizes():
     mesh = sharding.make_mesh(2, 2, 2)
-    sharding.check_batch(24, accumulate=3, mesh=mesh)
+    sharding.check_batch(24, 3, mesh)
     message = (
-        r"batch_size 30 is not divisible by accumulate 3 x replica 2 x fsdp 2 = 12: "
+        r"batch_size 30 is not divisible by optimizer.micro_batch 3 x replica 2 x fsdp 2 = 12: "
         r"the nearest valid sizes are 24 and 36"
     )
     with pytest.raises(ValueError, match=message):
-        sharding.check_batch(30, accumulate=3, mesh=mesh)
+        sharding.check_batch(30, 3, mesh)
     with pytest.raises(ValueError, match=r"the nearest valid size is 12$"):
-        sharding.check_batch(5, accumulate=3, mesh=mesh)
-    with pytest.raises(ValueError, match=r"accumulate is 0"):
-        sharding.check_batch(8, accumulate=0, mesh=mesh)
+        sharding.check_batch(5, 3, mesh)
+    with pytest.raises(ValueError, match=r"30 is not divisible by replica 2 x fsdp 2 = 4: "):
+        sharding.check_batch(30, 0, mesh)

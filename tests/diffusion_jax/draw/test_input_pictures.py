@@ -44,6 +44,23 @@ def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
     assert np.asarray(mask)[0].tolist() == [0, 1, 128, 255]
 
 
+def test_a_16_bit_tiff_with_white_as_zero_is_inverted(tmp_path):
+    levels = np.array([[0, 257, 32768, 65535]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey.tif", tiffinfo={262: 0})
+    image = input_pictures.open_picture(f"{tmp_path}/grey.tif", "RGB", "--image")
+    assert np.asarray(image)[0, :, 0].tolist() == [255, 254, 127, 0]
+
+
+def test_a_picture_to_draw_over_stays_as_it_is(tmp_path):
+    exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
+    exif[ExifTags.Base.Orientation] = 6
+    stored.save(tmp_path / "turned.jpg", exif=exif)
+    image = Image.open(tmp_path / "turned.jpg")
+    inputs = input_pictures.opened(image, None)
+    assert inputs is not None and inputs.images[0].size == (40, 64)
+    assert image.size == (64, 40) and image.getexif()[ExifTags.Base.Orientation] == 6
+
+
 @pytest.mark.parametrize(("mode", "value"), [("F", 1.5), ("I", 2**20)])
 def test_pixel_modes_without_a_known_range_are_errors(mode, value):
     image = Image.new(mode, (4, 4), value)

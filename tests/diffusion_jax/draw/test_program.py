@@ -29,7 +29,7 @@ def draw():
 
 @pytest.fixture(scope="module")
 def images(draw, params):
-    """Return all five images of one batch."""
+    """Return the images that one batch of the five captions gives."""
     return draw(params, toy.ENCODER.tokenize(CAPTIONS), SEEDS, SCALES)
 
 

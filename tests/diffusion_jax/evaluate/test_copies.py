@@ -82,7 +82,7 @@ def test_a_judge_whose_real_pictures_are_training_pictures_is_warned_about(real,
     assert ("this share says nothing" in caplog.text) == (real is TRAINING)
 
 
-def test_pictures_of_unseen_replace_those_of_the_judge():
+def test_the_flag_unseen_replaces_the_pictures_of_the_judge():
     """The judge's own pictures are the training pictures, whose distance would be 0."""
     named = copies.Training(Plain(), scorer_of(kept=False, real=TRAINING), Plain(UNSEEN))
     expected = open_training()

@@ -1,5 +1,6 @@
 """Sweeps over guidance: the text of tables, and features that survive a kill."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -134,3 +135,13 @@ def test_features_with_other_settings_are_an_error_that_names_them(tmp_path):
 def test_describe_lists_each_score_with_its_interval():
     row = {"guidance": "1.5", "fid": "12.25", "fid_low": "11", "fid_high": "13", "clip_score": 0.25}
     assert sweep.describe(row) == "guidance 1.5\nFID 12.25 (11 to 13)\nCLIP score 0.25"
+
+
+def test_with_two_processes_process_0_sends_the_missing_images_to_both(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        drawn_features.multihost_utils, "broadcast_one_to_all", lambda mask: sent.append(mask)
+    )
+    drawn_features._missing(tmp_path, 3)
+    np.testing.assert_array_equal(sent, [[True, True, True]])

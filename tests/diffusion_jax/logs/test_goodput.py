@@ -71,7 +71,7 @@ def test_a_start_after_a_kill_counts_the_logged_steps_that_it_repeats(tmp_path):
     assert second["seconds"] == {"repeated": 5 * 8 / 8 + 5 * 8 / 10, "compiling": 2.0}
 
 
-def test_a_start_behind_the_former_one_counts_the_steps_of_all_starts_that_it_repeats(tmp_path):
+def test_a_start_from_an_older_checkpoint_counts_repeated_steps_of_all_former_starts(tmp_path):
     (tmp_path / run_log.MANIFEST).write_text(json.dumps({"runs": ENTRIES}))
     (tmp_path / run_log.METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
     run_log.write_manifest(tmp_path, {"batch_size": 32}, 0, 5)

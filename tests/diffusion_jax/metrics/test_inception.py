@@ -18,7 +18,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.metrics import (
     features,
-    frechet,
+    fid,
     inception,
     inception_weights,
     preprocess,
@@ -91,7 +91,7 @@ def test_features_after_every_resize_kernel_match_its_reference(run, reference, 
 
 @pytest.mark.skipif(not ORACLE.is_file(), reason="the reference's images are not here")
 @pytest.mark.parametrize(("size", "mode"), [(256, "tf"), (512, "pytorch")])
-def test_features_of_the_references_larger_images_match(run, size, mode):
+def test_features_of_256_and_512_pixel_images_match_the_reference(run, size, mode):
     path = {"pytorch": "pytorchfid", "tf": "torchfidelity"}[mode]
     with np.load(ORACLE) as arrays:
         outputs = run(mode, arrays[f"images_{size}"][:2])
@@ -112,7 +112,7 @@ def test_a_scorers_fid_matches_pytorch_fids_features(reference, tmp_path):
     rows = scorer.features(reference["images_64"], ["a", "b"])
     row = scorer.score(rows)["inception"]
     theirs = reference["pytorch_2048"]
-    assert row["fd_inception"] == pytest.approx(frechet.frechet(theirs, real), rel=RELATIVE)
+    assert row["fd_inception"] == pytest.approx(fid.frechet(theirs, real), rel=RELATIVE)
     fields = {"n": 2, "image_size": "64x64", "reference": "real.npz, n 3", "official": False}
     assert scorer.cards["inception"].items() >= (card | fields).items()
 
@@ -121,6 +121,15 @@ def test_weights_of_another_network_are_an_error():
     state = {"AuxLogits.fc.weight": np.zeros(3)}
     with pytest.raises(ValueError, match=r"missing keys \(472\): .*keys left over \(1\): AuxLog"):
         inception_weights.to_params(state)
+
+
+def test_random_inception_kernels_have_variance_2_over_fan_in():
+    state = inception_weights.random_state()
+    kernels = [array for name, array in state.items() if name.endswith("conv.weight")]
+    assert len(kernels) == 94
+    for kernel in kernels:  # The standard error of a standard deviation is 1 / sqrt(2 n).
+        ratio = kernel.std() / (2 / kernel[0].size) ** 0.5
+        assert ratio == pytest.approx(1, abs=4 / (2 * kernel.size) ** 0.5)
 
 
 def test_the_digest_ignores_batch_norm_counters():

@@ -67,7 +67,7 @@ def test_attention_without_a_mask_matches_numpy(implementation):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradients_over_blocks_of_keys_match_the_plain_softmax(implementation, dtype, monkeypatch):
-    """The last block of keys is not full. One row of the masks has no token."""
+    """300 keys do not fill their blocks of 128. In one row of MASK, no token is valid."""
     monkeypatch.setattr(attention, "_BLOCK", 128)
     q = normal(3, 131, 2, 8).astype(dtype)
     k, v = (normal(3, 300, 2, 8, seed=seed).astype(dtype) for seed in (1, 2))
@@ -169,8 +169,8 @@ def test_attention_gradients_on_a_mesh_match_one_device(implementation, sizes):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", "splash"])
-def test_every_implementation_counts_the_same_operations(implementation):
-    """There are two products forwards and four backwards, without recomputed ones."""
+def test_flops_of_attention_do_not_depend_on_the_implementation(implementation):
+    """There are two matrix products forwards and four backwards. Recomputed ones do not count."""
     q, k, v = normal(2, 256, 3, 8), normal(2, 128, 3, 8), normal(2, 128, 3, 8)
     attend = lambda *qkv: attention.attend(*qkv, implementation=implementation).sum()
     product = 2 * 2 * 3 * 256 * 128 * 8

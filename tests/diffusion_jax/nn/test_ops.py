@@ -191,17 +191,20 @@ def test_tensordot_on_a_cpu_is_one_product_of_matrices(axes):
     assert all(v.aval.ndim == 2 for e in products for v in (*e.invars, *e.outvars))
 
 
-@pytest.mark.parametrize(("size", "im2col"), [(4, True), (8, False)])
+@pytest.mark.parametrize(("size", "stride", "im2col"), [(4, 1, True), (8, 1, False), (4, 2, False)])
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 0))])
-def test_convolution_with_im2col_matches_numpy_and_xlas_gradients(size, im2col, padding):
+def test_a_convolution_matches_numpy_and_xlas_gradients_with_and_without_im2col(
+    size, stride, im2col, padding
+):
     x, kernel = normal(2, size, size + 1, 9), normal(3, 3, 9, 32, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), *padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+    windows = windows[:, ::stride, ::stride]
     expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel))
-    numbers = ("NHWC", "HWIO", "NHWC")
-    convolve = lambda x, kernel: ops.convolution(x, kernel, (1, 1), padding)
+    numbers, strides = ("NHWC", "HWIO", "NHWC"), (stride, stride)
+    convolve = lambda x, kernel: ops.convolution(x, kernel, strides, padding)
     plain = lambda x, kernel: jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), padding, dimension_numbers=numbers
+        x, kernel, strides, padding, dimension_numbers=numbers
     )
     out, pullback = jax.vjp(convolve, x, kernel)
     np.testing.assert_allclose(out, expected, atol=1e-4)

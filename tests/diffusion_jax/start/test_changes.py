@@ -9,12 +9,9 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.examples.digits import rendering as digits
-from diffusion_jax.start import changes, training_pictures, written
-from diffusion_jax.start.stages import TrainingStage
+from diffusion_jax.start import changes, training_pictures
 
-BASE = TrainingStage(
-    "base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened")
-)
+BASE = "base32_8m"
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +22,7 @@ def folder(tmp_path_factory):
 def config(folder, weights="", uncaptioned="error"):
     """Return the complete config that start writes for a data set."""
     photos = training_pictures.read(Data("folder", str(folder), uncaptioned=uncaptioned))
-    own = changes.of_data(photos, weights)(BASE)
-    return written.config(BASE.base, own)
+    return changes.full_config(BASE, changes.of_data(BASE, photos, weights))
 
 
 def test_prompts_and_the_number_of_tokens_come_from_the_captions(folder):
@@ -63,9 +59,8 @@ def test_prompts_are_short_captions_with_frequent_words():
 
 def test_aspect_buckets_have_the_size_of_the_stage(folder):
     photos = training_pictures.read(Data("folder", str(folder)))
-    of_data = changes.of_data(photos, "", keep_shapes=True)
-    data = {base: written.config(base, of_data(BASE._replace(base=base)))["data"]
-            for base in ("base32_8m", "sd64_11m")}  # fmt: skip
+    of_data = lambda base: changes.of_data(base, photos, "", keep_shapes=True)
+    data = {base: changes.full_config(base, of_data(base))["data"] for base in (BASE, "sd64_11m")}
     assert data["base32_8m"]["aspect_buckets"] == ((24, 40), (32, 32), (40, 24))
     assert data["sd64_11m"]["aspect_buckets"] == ((48, 80), (64, 64), (80, 48))
 
@@ -99,3 +94,18 @@ def test_text_weights_select_the_encoder_in_their_folder(folder, tmp_path, encod
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match=r"--text_weights=.* has the model_type 'bert': give a"):
         config(folder, str(tmp_path))
+
+
+def test_a_written_config_has_comments_and_reads_back_unchanged():
+    own = {
+        "steps": (12_345, "A night."),
+        "prompts": (('a "red" seven', "é\\"), ""),
+        "data.path": ("it's\nthere", ""),
+        "unet.dtype": ("bfloat16", ""),
+    }
+    text = changes.source("quickstart", own, 'Of """ and \\ in it.')
+    assert "    c.steps = 12_345  # A night.\n" in text
+    config = changes.full_config("quickstart", own)
+    assert (config["steps"], config["data"]["path"]) == (12_345, "it's\nthere")
+    assert config["prompts"] == ('a "red" seven', "é\\") and config["unet"]["patch"] == 4
+    compile(text, "mine.py", "exec")

@@ -1,18 +1,15 @@
 """The questions of start, answered in a terminal, by a flag or by their default."""
 
-import pathlib
 from types import SimpleNamespace
 
 import pytest
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.start import questions
-from diffusion_jax.start.finetuned import Shipped
-from diffusion_jax.start.questions import ASK, FINETUNE
+from diffusion_jax.start.questions import ASK
 from diffusion_jax.start.training_pictures import PictureSet
 
-ROOT = pathlib.Path(__file__).parents[3]
-SHIPPED = Shipped(str(ROOT / "models/emoji32"), "emoji32")
+TRAINED = "models/emoji32"
 
 
 def photos(count=60, side=3_000.0, p95=2.0, words=("fox",), speed=14.5):
@@ -34,7 +31,7 @@ def typed(monkeypatch):
 
 
 def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys):
-    assert questions.method(ASK, photos(), SHIPPED) == "no"
+    assert questions.method(ASK, photos(), TRAINED) == "no"
     printed = capsys.readouterr().out
     assert "60 pictures are few" in printed and "--finetune=lora: add a LoRA" in printed
     assert questions.tall(ASK, photos()) == "crop"
@@ -43,20 +40,20 @@ def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys
 
 def test_in_a_terminal_the_user_answers(typed, capsys):
     typed("lorry", "lora")
-    assert questions.answer(FINETUNE, ASK, "Few.") == "lora"
+    assert questions.answer("finetune", ASK, True, "Few.") == "lora"
     assert "Type one of no, lora, full." in capsys.readouterr().out
     typed("")
-    assert questions.answer(FINETUNE, ASK, "Few.") == "no"
+    assert questions.answer("finetune", ASK, True, "Few.") == "no"
 
 
 def test_a_flag_answers_without_a_question(capsys):
-    assert questions.method("full", photos(5_000), SHIPPED) == "full"
+    assert questions.method("full", photos(5_000), TRAINED) == "full"
     assert questions.tall("pad", photos(p95=1.0)) == "pad" and capsys.readouterr().out == ""
 
 
 def test_questions_are_asked_only_if_their_answer_matters(capsys):
-    assert questions.method(ASK, photos(1_000), SHIPPED) == "no"
-    assert questions.method(ASK, photos(), None) == "no"
+    assert questions.method(ASK, photos(1_000), TRAINED) == "no"
+    assert questions.method(ASK, photos(), "") == "no"
     assert questions.tall(ASK, photos(p95=1.5)) == "crop"
     for speed, side in ((60.0, 3_000.0), (14.5, 64.0)):
         assert not questions.shrink(ASK, photos(speed=speed, side=side), 64)
@@ -66,6 +63,6 @@ def test_questions_are_asked_only_if_their_answer_matters(capsys):
 
 
 def test_fine_tuning_without_a_model_or_captions_is_an_error():
-    for one, shipped in ((photos(), None), (photos(words=()), SHIPPED)):
+    for one, trained in ((photos(), ""), (photos(words=()), TRAINED)):
         with pytest.raises(ValueError, match=r"--finetune=lora needs captions"):
-            questions.method("lora", one, shipped)
+            questions.method("lora", one, trained)

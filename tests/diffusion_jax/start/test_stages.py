@@ -4,68 +4,62 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusion_jax.config.settings import Data, Run
-from diffusion_jax.start import stages, start_command, written
-from diffusion_jax.start.stages import Candidate, Measured, Opened, TrainingStage
-from diffusion_jax.start.training_pictures import PictureSet
+from diffusion_jax.config.settings import Run
+from diffusion_jax.start import stages
+from diffusion_jax.start.stages import Candidate, Measured, TrainingStage, Trial
 
-SMALL, LARGE, AFTER = (TrainingStage(name, "", "train", lambda s, mesh: None) for name in "abc")
+SMALL, LARGE, AFTER = (
+    TrainingStage(name, gflop) for name, gflop in (("a", 1.0), ("b", 4.0), ("c", 1.0))
+)
 MODELS = [
     Candidate(32, 0, [SMALL]),
     Candidate(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
     Candidate(64, 9_000, [LARGE]),
 ]
-GFLOPS = {"a": 1.0, "b": 4.0, "c": 1.0}  # Per image.
 
 
-def opened(stage, fits=True, **fields):
-    traced = SimpleNamespace(flops=1e9 * GFLOPS[stage.base])
-    settings = SimpleNamespace(**fields)
-    return Opened(stage, {}, {}, settings, traced, fits)
+def allowed(side, seconds):
+    return stages.allowed(MODELS, float(side), float(seconds), 10.0)
 
 
-def chosen(side, seconds, fits=lambda stage: True):
-    measured = lambda stage: Measured(opened(stage), 10.0, 0.0)  # 10 GFLOP/s.
-    return stages.choose(
-        MODELS, float(side), float(seconds), lambda s: opened(s, fits(s)), measured
-    )
-
-
-def test_the_largest_model_that_size_time_and_memory_allow_is_chosen():
-    assert chosen(64, 3_600) is MODELS[2]  # 9,000 images at 2.5 per second.
-    assert chosen(64, 3_599) is MODELS[1]
+def test_models_are_allowed_by_picture_size_and_time():
+    assert allowed(64, 3_600) == MODELS  # 9,000 images at 2.5 per second.
+    assert allowed(64, 3_599) == MODELS[:2]
     # It trains for 750 ms of each second.
-    assert chosen(64, 134) is MODELS[1] and chosen(64, 133) is MODELS[0]
-    assert chosen(63, 10**6) is MODELS[0]
-    assert chosen(8, 1) is MODELS[0]
-    assert chosen(64, 3_600, lambda stage: stage is not LARGE) is MODELS[1]
+    assert allowed(64, 134) == MODELS[:2] and allowed(64, 133) == MODELS[:1]
+    assert allowed(63, 10**6) == allowed(8, 1) == MODELS[:1]
 
 
-def test_a_stage_shared_by_two_candidates_is_measured_once(monkeypatch):
-    measured, traced = [], []
+@pytest.fixture
+def work(monkeypatch):
+    """Replace tracing and measuring; return the lists of traced stages and of measured ones."""
+    traced, measured = [], []
 
-    def measure(one, workdir):
-        measured.append((one.stage.base, workdir.rpartition("/")[2]))
-        return Measured(one, 10.0, 0.0)
-
-    monkeypatch.setattr(stages, "measure", measure)
-
-    def open_stage(stage, changes):
+    def fit(stage, changes):
         traced.append(stage.base)
-        return opened(stage)
+        return changes, stage.base not in changes
 
-    monkeypatch.setattr(stages, "open_stage", open_stage)
-    of_data = lambda stage: {}
-    photos = PictureSet(Data("folder"), range(9), {"smaller_side": {"median": 64.0}}, 9.0)
-    chosen = start_command.Trial(MODELS[:2], photos, of_data, 1.0, "mine").measure()
-    assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
-        ("a", 0.75), ("c", 0.25)
-    ]  # fmt: skip
-    assert measured == [("a", "mine"), ("c", "mine")]  # Each is measured once.
-    assert traced == ["a", "c"]
-    short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
-    start_command.Trial(MODELS[:2], photos, of_data, short, "mine").measure()
-    assert traced == ["a", "c", "a"]
+    def measure(stage, changes, workdir):
+        measured.append((stage.base, workdir))
+        return Measured(stage, changes, None, 10.0, 0.0)
+
+    monkeypatch.setattr(stages, "fit", fit)
+    monkeypatch.setattr(stages, "measure", measure)
+    return traced, measured
+
+
+def test_a_trial_measures_a_stage_shared_by_two_models_once(work):
+    chosen = Trial(MODELS[:2], lambda base: {}, "mine").measure(64.0, 3_600.0)
+    assert [(one.stage.base, one.stage.share) for one in chosen] == [("a", 0.75), ("c", 0.25)]
+    assert work == (["a", "c"], [("a", "mine"), ("c", "mine")])
+    Trial(MODELS[:2], lambda base: {}, "mine").measure(64.0, 100.0)  # Too short for the second.
+    assert work[0] == ["a", "c", "a"]
+
+
+def test_a_trial_leaves_out_a_model_that_does_not_fit_in_memory(work):
+    trial = Trial(MODELS, lambda base: {"b": (0, "")}, "mine")
+    trial.measure(64.0, 3_600.0)
+    assert trial.chosen is MODELS[1] and work[0] == ["a", "b", "c"]
 
 
 def small(**stage):
@@ -73,8 +67,8 @@ def small(**stage):
     run = Run(steps=1, batch_size=64, prompts=("a",) * 8)
     optimizer = SimpleNamespace(warmup=500)
     sampler = SimpleNamespace(steps=12, guidance=2.0)
-    one = opened(SMALL._replace(**stage), run=run, optimizer=optimizer, sampler=sampler)
-    return Measured(one, 32.0, 20.0)
+    settings = SimpleNamespace(run=run, optimizer=optimizer, sampler=sampler)
+    return Measured(SMALL._replace(**stage), {}, settings, 32.0, 20.0)
 
 
 def test_training_steps_fill_the_time_without_sampling_and_compiling():
@@ -108,27 +102,16 @@ def test_the_number_of_passes_over_few_pictures_is_limited():
     assert seconds < 1_200 and changes["sample_every"][0] == 30
 
 
-def test_a_stage_without_a_measurement_has_the_flops_of_one_that_was_measured():
+def test_a_stage_without_a_measurement_has_the_flops_of_one_that_was_measured(work):
     """Or, if there is none, those of two CPU cores, for an image of a small model."""
-    measured = Measured(opened(SMALL), 12.0, 0.0)  # 12 GFLOP/s
-    assumed = stages.assume(LARGE, {}, opened(LARGE, run=Run(steps=1, batch_size=8)), [measured])
-    assert (assumed.images_per_second, assumed.assumed) == (3.0, True)
-    assert stages.assume(AFTER, {}, opened(LARGE), []).images_per_second == 25.0
-    unopened = stages.assume(SMALL._replace(base="base32_8m"), {"steps": (5, "")}, None, [])
-    assert unopened.images_per_second == pytest.approx(1e11 / 1.7e9)
-    assert unopened.opened.settings.run.steps == 5
-
-
-def test_a_written_config_has_comments_and_reads_back_unchanged():
-    changes = {
-        "steps": (12_345, "A night."),
-        "prompts": (('a "red" seven', "é\\"), ""),
-        "data.path": ("it's\nthere", ""),
-        "unet.dtype": ("bfloat16", ""),
-    }
-    text = written.source("quickstart", changes, 'Of """ and \\ in it.')
-    assert "    c.steps = 12_345  # A night.\n" in text
-    config = written.config("quickstart", changes)
-    assert (config["steps"], config["data"]["path"]) == (12_345, "it's\nthere")
-    assert config["prompts"] == ('a "red" seven', "é\\") and config["unet"]["patch"] == 4
-    compile(text, "mine.py", "exec")
+    base, sr = TrainingStage("base32_8m", 2.0), TrainingStage("sr64_3m", 4.0)
+    trial = Trial([Candidate(64, 0, [base, sr])], lambda base: {"steps": (5, "")}, "mine")
+    before = trial.assumed()
+    assert [(one.images_per_second, one.assumed) for one in before] == [(50.0, True), (25.0, True)]
+    assert before[0].settings.run.steps == 5
+    trial.measure(64.0, 3_600.0)
+    assert [one.assumed for one in trial.assumed()] == [False, False]
+    del trial._measured["sr64_3m"]
+    assert [(one.images_per_second, one.assumed) for one in trial.assumed()] == [
+        (10.0, False), (5.0, True)
+    ]  # fmt: skip

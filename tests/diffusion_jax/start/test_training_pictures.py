@@ -23,10 +23,10 @@ def tall(tmp_path):
 
 
 def test_tall_pictures_are_detected_and_can_be_padded(tall, tmp_path):
-    assert tall.is_tall and tall.side == 100
+    assert tall.report["aspect"]["p95"] == 2 and tall.side == 100
     padded = training_pictures.shrink(tall, 64, tmp_path / "small", pad=True)
     assert (padded.data.source, padded.data.text) == ("webdataset", "txt")
-    assert not padded.is_tall and padded.side == 64
+    assert padded.report["aspect"]["p95"] == 1 and padded.side == 64
     assert padded.records.texts(range(3)) == ["picture a", "picture b", "picture c"]
     first = np.asarray(Image.open(io.BytesIO(padded.records.read([0])[0].image)))
     assert (first[:, 16:48] == [255, 0, 0]).all() and (first[:, :16] == 255).all()
@@ -44,13 +44,3 @@ def test_the_description_lists_files_that_are_ignored(tall):
         ("left out", "1 format: e.svg"),
         ("left out", "1 no_caption: d.png"),
     ]
-
-
-def test_warnings_of_the_image_library_are_summarized_in_one_line(tall, monkeypatch):
-    assert "warnings" not in dict(training_pictures.described(tall))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)  # Pillow warns of larger images.
-    large = training_pictures.read(tall.data)
-    rows = dict(training_pictures.described(large))
-    assert rows["warnings"].startswith(f"{len(large.warnings)}, of 1 kinds, such as: Image size")
-    assert len(large.warnings) >= 3 and "\n" not in rows["warnings"]
-    assert rows["data"].endswith("3 pictures") and rows["unusable"] == "none"

@@ -62,6 +62,11 @@ def test_hidden_states_equal_transformers(case):
         np.testing.assert_allclose(state, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_a_config_without_an_epsilon_uses_that_of_transformers(case):
+    config = {k: v for k, v in tiny_weights.config(case).items() if k != "layer_norm_eps"}
+    assert bert.from_state(tiny_weights.state(case), config)[0].eps == 1e-12
+
+
 def test_tokens_are_cls_then_the_word_pieces_then_sep(encoder):
     tokens = encoder.tokenize(["A foxes", "on " * 9, "Ü"])
     assert tokens["text_ids"].tolist() == [

@@ -58,7 +58,7 @@ def by_hand(folder, text, length, max_tokens):
 
 
 @pytest.mark.parametrize("text", ["", "a red seven", LONG])
-def test_a_text_is_cut_after_encoding(folder, encoder, text):
+def test_a_long_text_is_encoded_whole_and_its_embedding_is_truncated(folder, encoder, text):
     actual, mask = embed(encoder, [text])
     expected, expected_mask = by_hand(folder, text, 40, 8)
     np.testing.assert_array_equal(mask, expected_mask)
@@ -93,7 +93,7 @@ def large(tmp_path_factory):
 
 
 def layer_update(folder, dtype):
-    """Return a layer's change of the normalized output, and the residual stream's largest value."""
+    """Return how the layer changes the normalized output, and the largest input of the layer."""
     state = pretrained.open_weights(folder)
     model, table = t5.from_state(state, tiny_weights.read_config(folder), dtype)
     params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))

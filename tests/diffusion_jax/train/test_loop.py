@@ -31,7 +31,7 @@ RUN = Run(
 )  # fmt: skip
 OPTIMIZER = Optimizer(
     lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
-    accumulate=1, ema_decays=(0.5, 0.9), ema_warmup=False,
+    ema_decays=(0.5, 0.9), ema_warmup=False,
 )  # fmt: skip
 CAPTIONS = tuple(digits.heldout_prompts()[:3])
 EXAMPLES = loop.Examples(toy.ENCODER.tokenize(CAPTIONS), CAPTIONS, 2.0)

@@ -56,8 +56,7 @@ def pictures():
 
 
 def train(
-    workdir, pictures, sizes=(1, 1, 1), accumulate=1, micro_batch=0, start=None, max_skipped=100,
-    **changes,
+    workdir, pictures, sizes=(1, 1, 1), micro_batch=0, start=None, max_skipped=100, **changes
 ):  # fmt: skip
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
@@ -66,21 +65,19 @@ def train(
     )
     with batches:
         inputs = loop.RunInputs(toy.task(), batches, start=start)
-        optimizer = OPTIMIZER._replace(
-            accumulate=accumulate, micro_batch=micro_batch, max_skipped=max_skipped
-        )
+        optimizer = OPTIMIZER._replace(micro_batch=micro_batch, max_skipped=max_skipped)
         state = loop.train(inputs, run, optimizer, sharding.make_mesh(*sizes), workdir, {})
     path = workdir / not_finite.REPORT
     return state, json.loads(path.read_text()) if path.exists() else None
 
 
-@pytest.mark.parametrize(("sizes", "micro_batch"), [((1, 1, 1), 0), ((2, 2, 1), 1)])
+@pytest.mark.parametrize(("sizes", "micro_batch"), [((1, 1, 1), 4), ((2, 2, 1), 1)])
 def test_the_report_names_a_damaged_record_and_its_noise_level(
     tmp_path, pictures, sizes, micro_batch, caplog
 ):
     """The step has two micro batches."""
     with caplog.at_level(logging.WARNING):
-        state, report = train(tmp_path, pictures, sizes, 2, micro_batch, steps=STEP + 1)
+        state, report = train(tmp_path, pictures, sizes, micro_batch, steps=STEP + 1)
     assert int(state.skipped) == 1
     keys = image_keys(jax.random.key(RUN.seed), STEP - 1, 8)
     sigma = np.exp(1.2 * training_noise.normal(keys, training_noise.SIGMA, 1) - 1.2)[ROW, 0]

@@ -117,17 +117,14 @@ def test_adamw_is_bit_for_bit_equal_to_optax(dtype):
 
 
 def test_the_number_of_passes_follows_from_batch_size_and_mesh():
-    passes = lambda batch, sizes, **values: (
-        optimizer.for_mesh(
-            Optimizer(1e-4, **values), batch, AbstractMesh(sizes, sharding.AXES)
-        ).accumulate
+    passes = lambda batch, sizes, **values: optimizer.num_passes(
+        Optimizer(1e-4, **values), batch, AbstractMesh(sizes, sharding.AXES)
     )
     # As in NeMo: global batch = micro batch x data-parallel ways x passes.
     assert passes(4096, (4, 8, 1), micro_batch=32) == 4
     assert passes(4096, (4, 4, 2), micro_batch=32) == 8  # The tensor axis does not split the batch.
     assert passes(4096, (4, 8, 1), micro_batch=128) == 1
     assert passes(4096, (4, 8, 1)) == 1
-    assert passes(4096, (4, 8, 1), accumulate=2) == 2
 
 
 @pytest.mark.parametrize(
@@ -135,21 +132,15 @@ def test_the_number_of_passes_follows_from_batch_size_and_mesh():
     [
         ({"micro_batch": 24},
          "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
-         "768: the nearest valid sizes are 3840 and 4608"),
-        ({"accumulate": 3}, "batch_size 4096 is not divisible by accumulate 3 x replica 4 x "),
+         "768: the nearest valid sizes are 3840 and 4608, and optimizer.micro_batch may be a "
+         "divisor of 128"),
     ],
 )  # fmt: skip
 def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error(values, message):
     mesh = AbstractMesh((4, 8, 1), sharding.AXES)
     with pytest.raises(ValueError) as error:
-        optimizer.for_mesh(Optimizer(1e-4, **values), 4096, mesh)
+        optimizer.num_passes(Optimizer(1e-4, **values), 4096, mesh)
     assert message in str(error.value)
-
-
-def test_micro_batch_together_with_accumulate_is_an_error():
-    settings = Optimizer(1e-4, micro_batch=8, accumulate=2)
-    with pytest.raises(ValueError, match=r"micro_batch is 8 and optimizer\.accumulate 2: set"):
-        optimizer.check(settings, 100_000)
 
 
 def muon_direction(gradient, rms):

@@ -19,7 +19,7 @@ from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy, training_noise
 
 RUN = Run(steps=9, batch_size=8, seed=5, log_every=2, sample_every=0, save_every=3, keep_last=9)
-OPTIMIZER = Optimizer(lr=1e-3, warmup=3, ema_decays=(0.5,), accumulate=2)
+OPTIMIZER = Optimizer(lr=1e-3, warmup=3, ema_decays=(0.5,), micro_batch=2)
 TASK = toy.task()
 MESH = (1, 2, 1)
 

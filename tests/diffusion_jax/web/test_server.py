@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.draw import loaded
-from diffusion_jax.draw.loaded import Cancelled
+from diffusion_jax.draw import model as draw_model
+from diffusion_jax.draw.model import Cancelled
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.logs import run_log
 from diffusion_jax.metrics.cards import Scored
@@ -32,7 +32,7 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Model):
+class Slow(draw_model.Model):
     """A model whose pixels equal the seed. A test releases each of its steps."""
 
     enlarger = None
@@ -72,7 +72,9 @@ def _patient(monkeypatch):
 
 @pytest.fixture
 def slow():
-    return Slow()
+    model = Slow()
+    yield model
+    model.go.release(1000)  # Otherwise an unfinished job fails, and logs this, during a later test.
 
 
 @pytest.fixture

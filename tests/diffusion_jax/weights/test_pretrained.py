@@ -185,7 +185,7 @@ def test_every_layout_of_save_pretrained_can_be_opened(tmp_path, name, variant, 
         np.testing.assert_array_equal(mapped[key], array)
 
 
-def test_files_without_variant_and_safetensors_are_preferred(tmp_path):
+def test_plain_files_are_preferred_to_variants_and_safetensors_files_to_pickles(tmp_path):
     saved_whole(tmp_path, "diffusion_pytorch_model.fp16.bin")
     saved_whole(tmp_path, "diffusion_pytorch_model.non_ema.safetensors", 3)
     with pytest.raises(ValueError, match="holds only the variants fp16, non_ema: remove the files"):

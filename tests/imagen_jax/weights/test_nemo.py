@@ -197,6 +197,8 @@ def test_unet_from_config_uses_nemos_defaults_for_the_efficient_unet():
         learned_time_dim=16,
         scale_skips=False,
     )
+    unet = nemo.unet_from_config({"unet_type": "sr", "unet": {"embed_dim": 64, "image_size": 32}})
+    assert isinstance(unet, EfficientUNet) and unet.num_res_blocks == (1, 2, 4, 8, 8)
 
 
 def efficient(**changes):

@@ -41,7 +41,7 @@ def factors(opened):
 
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
 @pytest.mark.parametrize("strength", [1.0, -0.5])
-def test_a_written_lora_file_has_the_effect_of_merging_its_run(
+def test_applying_an_exported_lora_file_equals_merging_the_factors_of_its_run(
     opened, factors, tmp_path, dialect, strength
 ):
     path = tmp_path / "a.safetensors"
@@ -167,26 +167,47 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.x": (2, 2)}, "not a LoRA with two factors per layer, because 1 of 1 arrays"),
+        (
+            {"a.x": (2, 2)},
+            "not a LoRA, LoHa or LoKr, because 1 of 1 arrays have unknown names, such as a.x",
+        ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64)},
-            "is not a LoRA with two factors per layer, because 1 of 1 lay",
+            "is not a LoRA, LoHa or LoKr, because 1 of 1 layers lack factors or mix kinds, such",
         ),
         *(
             (
                 {f"{TO_Q}.lora_A.weight": (2, 64), name: (2,)},
-                f"is {family}, not a plain LoRA, because",
+                f"is {family}, not a LoRA, LoHa or LoKr, because",
             )
             for name, family in {
-                f"{TO_Q}.dora_scale": "DoRA",
-                f"{TO_Q}.lora_magnitude_vector": "DoRA",
-                "lora_unet_a.hada_w1_a": "LoHa",
-                "lora_unet_a.lokr_w2": "LoKr",
                 "oft_unet_a.oft_blocks": "OFT",
                 "lora_unet_a.diff": "a set of weight differences",
                 f"{TO_Q}.lora_B.bias": "a LoRA with biases",
                 "base_model.model.token_embedding.lora_embedding_A": "a LoRA of token embeddings",
             }.items()
+        ),
+        *(
+            (state, "because 1 of 1 layers lack factors or mix kinds, such as mid_block.*to_q")
+            for state in (
+                {f"{TO_Q}.dora_scale": (64, 1)},
+                {f"{TO_Q}.hada_w1_a": (64, 2), f"{TO_Q}.hada_w1_b": (2, 64)},
+                {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lokr_w2_a": (8, 1)},
+                {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lokr_w2": (8, 8), f"{TO_Q}.lokr_t2": (1, 1)},
+                {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lora_A.weight": (2, 64)},
+            )
+        ),
+        (
+            {f"{TO_Q}.hada_w3_a": (64, 2)},
+            r"because 1 of 1 arrays have unknown names, such as unet.mid_block.*to_q.hada_w3_a",
+        ),
+        (
+            {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lokr_w2": (8, 4)},
+            r"to_q have the shapes \[8, 8\] and \[8, 4\], but the model's weight has the shape",
+        ),
+        (
+            {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lokr_w2": (8, 8), f"{TO_Q}.dora_scale": (1, 32)},
+            r"to_q have the shapes .*\[1, 32\].*, but the model's weight has the shape",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64), f"{TO_Q}.lora_down.weight": (2, 64)},
@@ -232,11 +253,11 @@ def test_lora_arrays_that_do_not_fit_are_errors_of_one_line(opened, tmp_path, st
             )
             for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new")
         ),
-        ({"use_dora": True}, "with use_dora=True, which is more than a plain LoRA: merge it"),
+        ({"use_dora": True}, "with use_dora=True, but has layers without magnitudes"),
         ({"modules_to_save": ["conv_in"]}, r"with modules_to_save=\['conv_in'\], which is more"),
         ({"bias": "all"}, "with bias='all', which is more than a plain LoRA"),
         ({"layer_replication": [[0, 4]]}, r"with layer_replication=\[\[0, 4\]\], which is more"),
-        ({"peft_type": "LOHA"}, "is an adapter of the type LOHA, not LoRA"),
+        ({"peft_type": "OFT"}, "is an adapter of the type OFT, not LORA, LOHA, LOKR"),
     ],
 )
 def test_adapters_other_than_plain_lora_are_errors_that_name_them(

@@ -1,4 +1,4 @@
-"""Names and shapes of whole models are converted between three dialects."""
+"""Names and shapes of all arrays are converted between this project, LDM and diffusers."""
 
 import functools
 import gzip

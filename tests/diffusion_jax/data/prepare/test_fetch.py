@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from diffusion_jax.data import storage
+from diffusion_jax import files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare import fetch
 
@@ -99,7 +99,7 @@ def test_a_complete_part_is_used_without_downloading_again(server, tmp_path):
 
 
 def test_a_part_longer_than_the_file_is_downloaded_again(server, tmp_path):
-    storage.write_whole("memory://longer/b", CONTENT)
+    files.write_whole("memory://longer/b", CONTENT)
     for name in ("a", "b"):
         write_part(tmp_path, name, b"x" * (len(CONTENT) + 1))
     for url in (f"{server.url}/a", "memory://longer/b"):
@@ -152,7 +152,7 @@ def test_a_range_with_the_wrong_start_is_not_appended(server, tmp_path):
 
 
 def test_a_part_of_an_older_version_in_a_bucket_is_downloaded_again(tmp_path):
-    storage.write_whole("memory://changed/a", CONTENT)
+    files.write_whole("memory://changed/a", CONTENT)
     write_part(tmp_path, "a", CHANGED[:1000])
     (path,) = fetch.fetch(["memory://changed/a"], tmp_path)
     assert path.read_bytes() == CONTENT

@@ -22,6 +22,23 @@ def run(*arguments):
     return ended.value.code
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("fetch", "--url, --out"),
+        ("download", "--urls, --out"),
+        ("reshard", "--source, --path, --out"),
+        ("index", "--path"),
+        ("merge", "--images, --embeddings, --out"),
+        ("validate", "--source, --path, --out"),
+        ("emoji", "--out"),
+    ],
+)
+def test_a_command_without_its_paths_is_an_error_that_lists_them(command, flags, capsys):
+    assert run(command) == 2
+    assert capsys.readouterr().err.endswith(f"arguments are required: {flags}\n")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Twelve digits: one damaged, one larger, one with an empty caption, one without a caption."""
@@ -86,7 +103,7 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
+def test_resharded_data_can_be_indexed_and_validated(folder, tmp_path, capsys):
     source = ("--source=folder", f"--path={folder}")
     assert run("reshard", *source, f"--out={tmp_path}/tars", "--num=5") == 0
     # Truncated images are only found by decoding.

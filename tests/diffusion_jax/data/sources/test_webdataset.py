@@ -15,11 +15,12 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import webdataset
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.examples.digits import rendering as digits
 
 
@@ -122,7 +123,7 @@ def test_a_damaged_index_or_listing_is_rebuilt(tmp_path):
 
 def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(tmp_path, monkeypatch, cache):
     tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"x", "1.txt": b"t"})
-    write = storage.write_whole
+    write = files.write_whole
 
     def refuse_beside_the_tar(path, content):
         if os.path.dirname(path) == str(tar.parent):
@@ -130,7 +131,7 @@ def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(tmp_path, monkey
         write(path, content)
 
     may = listing._is_writable
-    monkeypatch.setattr(storage, "write_whole", refuse_beside_the_tar)
+    monkeypatch.setattr(files, "write_whole", refuse_beside_the_tar)
     monkeypatch.setattr(listing, "_is_writable", lambda at: at != tar.parent and may(at))
     WebDataset(tar)
     assert os.listdir(tar.parent) == ["a.tar"]
@@ -200,14 +201,14 @@ def bucket(tmp_path):
         members = {f"{i}{j}.{s}": b"%d%d %s" % (i, j, s.encode()) * 9
                    for j in range(2) for s in ("jpg", "txt")}  # fmt: skip
         tar = write_tar(tmp_path / f"local/s-{i}.tar", members)
-        storage.write_whole(f"memory://bucket/s-{i}.tar", tar.read_bytes())
+        files.write_whole(f"memory://bucket/s-{i}.tar", tar.read_bytes())
     yield "memory://bucket"
     fsspec.filesystem("memory").store.clear()
 
 
 @pytest.mark.parametrize("path", ["", "/s-{0..1}.tar", "/s-{0,1}.tar"])
 def test_tars_in_an_object_store_are_read_like_local_ones(tmp_path, bucket, path):
-    storage.write_whole(f"{bucket}/._s-0.tar", b"a fork of macOS")
+    files.write_whole(f"{bucket}/._s-0.tar", b"a fork of macOS")
     assert records_of(WebDataset(bucket + path)) == records_of(WebDataset(tmp_path / "local"))
 
 
@@ -276,7 +277,7 @@ def test_nemos_wdinfo_pkl_lists_tars_beside_it(tmp_path, bucket):
     listed.write_bytes(pickle.dumps(info))
     whole = records_of(WebDataset(tmp_path / "local"))
     assert records_of(WebDataset(listed)) == whole[2:] + whole[:2]
-    storage.write_whole(f"{bucket}/wdinfo.pkl", listed.read_bytes())
+    files.write_whole(f"{bucket}/wdinfo.pkl", listed.read_bytes())
     assert records_of(WebDataset(f"{bucket}/wdinfo.pkl")) == whole[2:] + whole[:2]
     several = f"{tmp_path}/local/{{wdinfo.pkl,s-0.tar}}"
     assert records_of(WebDataset(several)) == whole[2:] + whole[:2] + whole[:2]

@@ -195,8 +195,10 @@ def test_own_words_of_captions_ignore_the_words_that_all_captions_share():
     assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
 
-def test_another_style_is_compared_on_the_records_that_the_split_uses(untrained, monkeypatch):
-    """If two data sets have equal captions in equal order, the same records are used."""
+def test_a_second_data_set_with_the_same_captions_is_tested_on_the_same_records(
+    untrained, monkeypatch
+):
+    """Both data sets have the same captions in the same order, and show them in two styles."""
     monkeypatch.setattr(train_judge, "MAX_RECORDS", 8)
     monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Stripes())
     test = pair(np.arange(8) * 640 // 8)

@@ -1,0 +1,122 @@
+"""Weighted and long prompts are read as by the web UI of AUTOMATIC1111, and weight embeddings.
+
+The fixture holds 200 prompts with what the web UI's own functions make of them: the parts and
+weights, and the number of tokens in each chunk. Its tokens are words and punctuation marks.
+"""
+
+import gzip
+import json
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.text import clip, prompt_weights, tokenize
+from tests import written_runs
+
+FIXTURE = pathlib.Path("tests/fixtures/prompt_weights.json.gz")
+CASES = json.loads(gzip.decompress(FIXTURE.read_bytes()))
+BEGIN, END, PAD, COMMA, LENGTH = 200, 201, 0, 1, 77
+
+
+class Words(tokenize.TextTokenizer):
+    """A tokenizer with a token for each word and punctuation mark."""
+
+    def __init__(self):
+        self.begin, self.end, self.pad = BEGIN, END, PAD
+
+    def split(self, texts):
+        word_id = lambda word: COMMA if word == "," else 2 + sum(map(ord, word)) % 97
+        return [[word_id(word) for word in re.findall(r"\w+|[^\w\s]", text)] for text in texts]
+
+
+TOKENIZER = Words()
+
+
+def rows(prompts, num_chunks=1, length=LENGTH):
+    """Return ids and weights [B, N, L]."""
+    tokens = prompt_weights.tokenize(TOKENIZER, length, prompts, num_chunks)
+    return [tokens[name].reshape(len(prompts), -1, length) for name in ("text_ids", "text_weights")]
+
+
+def test_the_parts_of_200_prompts_equal_those_of_the_web_ui():
+    assert len(CASES) == 200
+    for case in CASES:
+        assert [list(part) for part in prompt_weights.parse(case["prompt"])] == case["parts"]
+
+
+def test_the_chunks_of_the_prompts_equal_those_of_the_web_ui():
+    """The web UI moves the words after a comma to the next chunk if the comma is near its end."""
+    compared = [case for case in CASES if not prompt_weights._OTHER.search(case["prompt"])]
+    assert len(compared) > 190
+    for case in compared:
+        (ids,), (weights,) = rows([case["prompt"]])
+        ends = (ids == END).argmax(1)
+        assert (ends - 1).tolist() == case["starts"]
+        inside = [np.arange(1, end) for end in ends]
+        parts = [part for part in case["parts"] if part != ["BREAK", -1]]
+        expected = [(id, w) for text, w in parts for id in TOKENIZER.split([text])[0]]
+        given = [(ids[n, i], weights[n, i]) for n, at in enumerate(inside) for i in at]
+        assert [id for id, _ in given] == [id for id, _ in expected]
+        np.testing.assert_array_equal([w for _, w in given], np.float32([w for _, w in expected]))
+        assert (ids[:, 0] == BEGIN).all()
+        assert all((row[end + 1 :] == PAD).all() for row, end in zip(ids, ends, strict=True))
+
+
+def test_shorter_prompts_are_filled_up_with_empty_chunks():
+    ids, weights = rows(["a b", "(a:1.5) BREAK b BREAK c"], length=6)
+    a, b, c = (TOKENIZER.split([word])[0][0] for word in "abc")
+    empty, one = [BEGIN, END, 0, 0, 0, 0], lambda id: [BEGIN, id, END, 0, 0, 0]
+    assert ids.tolist() == [[[BEGIN, a, b, END, 0, 0], empty, empty], [one(a), one(b), one(c)]]
+    np.testing.assert_array_equal(weights[1, 0], np.float32([1, 1.5, 1, 1, 1, 1]))
+    assert (weights[0] == 1).all() and (weights[1, 1:] == 1).all()
+    assert rows(["a"], num_chunks=2, length=6)[0].tolist() == [[one(a), empty]]
+
+
+def test_embeddings_are_weighted_and_each_chunk_keeps_its_mean():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(1, 1, (3, 5, 4)).astype("f4"), rng.uniform(0.5, 1.5, (3, 5)).astype("f4")
+    weighted = np.asarray(prompt_weights.weighted(jnp.asarray(x), jnp.asarray(w)))
+    np.testing.assert_allclose(weighted.mean((1, 2)), x.mean((1, 2)), rtol=1e-6)
+    ratios = weighted / (x * w[..., None])
+    np.testing.assert_allclose(ratios, np.broadcast_to(ratios[:, :1, :1], x.shape), rtol=1e-6)
+    same = prompt_weights.weighted(jnp.asarray(x), jnp.ones((3, 5)))
+    np.testing.assert_array_equal(same, x)
+
+
+def test_clip_encodes_each_chunk_alone():
+    tower = clip.TextTower(300, 6, 8, 16, 2, 2, None, "gelu", None)
+    ids, weights = rows(["(a:1.5) b BREAK c", "a"], length=6)
+    params = written_runs.random_params(lambda key: tower.init(key, jnp.asarray(ids[0])))
+    model = clip.of_tower(tower, params, TOKENIZER, 6)
+    embeddings, mask = model.encode(
+        params, prompt_weights.tokenize(TOKENIZER, 6, ["(a:1.5) b BREAK c", "a"])
+    )
+    assert embeddings.shape == (2, 12, 8) and mask.all()
+    for n in range(2):
+        plain = np.asarray(model.encode(params, {"text_ids": ids[:, n]})[0])
+        scaled = plain * weights[:, n, :, None]
+        scaled *= (plain.mean((1, 2)) / scaled.mean((1, 2)))[:, None, None]
+        np.testing.assert_allclose(embeddings[:, 6 * n : 6 * n + 6], scaled, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("a (b:1.2.3)", r"the weight 1\.2\.3 in the prompt 'a \(b:1\.2\.3\)' is not a number"),
+        ("a [b:c:0.5]", r"\[b:c:0\.5\] in the prompt 'a \[b:c:0\.5\]' is not supported: only"),
+        ("a [b|c]", r"\[b\|c\] in the prompt .* is not supported"),
+        ("a AND b", "AND in the prompt .* is not supported"),
+        ("a <lora:b:1>", "<lora:b:1> in the prompt .* is not supported: .* LoRA files by --lora"),
+    ],
+)
+def test_other_syntax_of_the_web_ui_is_refused(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_weights.tokenize(TOKENIZER, LENGTH, [prompt])
+
+
+def test_prompts_with_marks_are_found():
+    prompts = ["a", "(a)", r"\(a\)", "a [b", "a BREAK b", "BREAKS", "a:1.3)"]
+    assert prompt_weights.marked(prompts) == ["(a)", "a [b", "a BREAK b"]
