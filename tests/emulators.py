@@ -11,6 +11,7 @@ import contextlib
 import http
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 
 BUCKET = "bkt"
+_ERRORS = "/errors/"
 
 
 @contextlib.contextmanager
@@ -50,6 +52,16 @@ def locked(s3: str) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
+def failing(gs: str, share: float) -> Iterator[None]:
+    """Let Google's storage answer this share of requests with the error 503 in this context."""
+    urllib.request.urlopen(f"{gs}{_ERRORS}{share}").close()
+    try:
+        yield
+    finally:
+        urllib.request.urlopen(f"{gs}{_ERRORS}0").close()
+
+
+@contextlib.contextmanager
 def running() -> Iterator[dict[str, str]]:
     """Serve both, each with an empty bucket. Yield the environment variables that select them."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -76,6 +88,7 @@ def _serve() -> None:
     storage = Storage(use_memory_fs=True)
     buckets.create_bucket(BUCKET, storage)
     condition: list[str | None] = [None]
+    share = [0.0]
 
     def generation(bucket: str, name: str) -> str:
         try:
@@ -103,14 +116,34 @@ def _serve() -> None:
         def _query(self) -> dict[str, list[str]]:
             return urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
 
-        def do_GET(self) -> None:
+        def _refused(self) -> bool:
             if "/b/locked/" in self.path:
-                return self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
-            super().do_GET()
+                self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
+            elif random.random() < share[0]:
+                self.send_error(http.HTTPStatus.SERVICE_UNAVAILABLE)
+            else:
+                return False
+            return True
+
+        def do_GET(self) -> None:
+            if self.path.startswith(_ERRORS):
+                share[0] = float(self.path.removeprefix(_ERRORS))
+                self.send_response(http.HTTPStatus.OK)
+                self.end_headers()
+            elif not self._refused():
+                super().do_GET()
+
+        def do_PUT(self) -> None:
+            if not self._refused():
+                super().do_PUT()
+
+        def do_DELETE(self) -> None:
+            if not self._refused():
+                super().do_DELETE()
 
         def do_POST(self) -> None:
-            if "/b/locked/" in self.path:
-                return self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
+            if self._refused():
+                return
             condition[0] = self._query().get("ifGenerationMatch", [None])[0]
             try:
                 super().do_POST()

@@ -63,6 +63,15 @@ def test_a_disk_too_full_for_a_store_of_texts_is_a_one_line_error(ended, tmp_pat
     assert re.fullmatch(expected + "the same command again", line), line
 
 
+def test_a_disk_too_full_for_a_sweep_is_a_one_line_error(ended, tmp_path):
+    with tarfile.open(ROOT / "fixtures/earlier_runs/imagen_cc541fd.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    run = ("evaluate", f"--workdir={tmp_path}/imagen_cc541fd", "--guidance=1", "--num_heldout=1")
+    line = ended(8, *run, "--batch_size=32", "--out=DISK/out")
+    expected = r"error: \[Errno 28\] No space left on device: 'DISK/out/[^']+': make room, and run "
+    assert re.fullmatch(expected + "the same command again", line), line
+
+
 def test_a_disk_too_full_for_pictures_is_a_one_line_error(ended, tmp_path):
     with tarfile.open(ROOT / "fixtures/earlier_runs/imagen_cc541fd.tar.xz") as tar:
         tar.extractall(tmp_path, filter="data")

@@ -2,12 +2,14 @@
 
     python -m tests.campaign --rounds=100 --seed=0
 
-Each round runs one command (training in one and in two processes, a store of texts, moments, a
-sweep, a download, a conversion, a packed model, a judge) and one fault: SIGKILL, SIGTERM or SIGSTOP
-at a random moment, a full disk (a small tmpfs, if it can be mounted), damaged or missing files, no
-more memory (a limit of the address space, or a cgroup if it can be created), a clock set back, two
-starts one second apart, or another host that takes over a frozen run. Then the same command runs
-again until it is done, and its results are compared byte for byte with those of an undisturbed run.
+Each round runs one command (training in one and in two processes and into a bucket, a store of
+texts, moments, a sweep, a download, a conversion, a packed model, a judge) and one fault: SIGKILL,
+SIGTERM or SIGSTOP at a random moment, a full disk (a small tmpfs, if it can be mounted), damaged or
+missing files, no more memory (a limit of the address space, or a cgroup if it can be created), a
+clock set back or forward, SIGKILL in a compilation, save or drawing, or in a folder with an odd
+path, a bucket that fails, two runs that fill a cache of programs, two starts one second apart, or
+another host that takes over a frozen run. Then the same command runs again until it is done, and
+its results are compared byte for byte with those of an undisturbed run.
 
 It prints a line per round and a table. The exit code is 1 if anything differs. --record=FILE stores
 the outcome of each round. Rounds in it are not run again, so that the same command continues a

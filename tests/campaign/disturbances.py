@@ -1,7 +1,8 @@
-"""Disturb a process without signals: no memory, a clock set back, other processes."""
+"""Disturb a process without signals: no memory, another clock or folder, other processes."""
 
 import contextlib
 import functools
+import importlib
 import os
 import pathlib
 import random
@@ -9,11 +10,24 @@ import resource
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-OOM, NO_MEMORY, CLOCK = "OOM kill", "no more address space", "clock set back"
+OOM, NO_MEMORY = "OOM kill", "no more address space"
 TWINS, TAKEOVER = "two starts", "takeover of a frozen run"
+PROGRAMS, ERRORS = "two runs fill a cache of programs", "a tenth of requests fail"
+CLOCKS = {"clock set back": -1, "clock set forward": 1}
+PLACES = ("SIGKILL in a folder with spaces and emoji", "SIGKILL in a folder of 200 letters",
+          "SIGKILL in a link")  # fmt: skip
+PHASES = {
+    f"SIGKILL in a {what}": names
+    for what, names in {
+        "compilation": ("diffusion_jax.train.loop", "make_step"),
+        "save": ("diffusion_jax.train.checkpoint", "Checkpointer", "save"),
+        "drawing": ("diffusion_jax.train.measuring", "Measurements", "_draw_examples"),
+    }.items()
+}
+"""Functions (module, ..., name) at whose end a process is killed. A save goes on in a thread."""
 _CGROUPS = pathlib.Path("/sys/fs/cgroup/memory")
 _ROOM = 2**20  # Bytes that a process may still allocate.
 _DAY = 86_400.0
@@ -50,10 +64,39 @@ def take_address_space(job: Any) -> None:
         resource.prlimit(pid, resource.RLIMIT_AS, (used + _ROOM, used + _ROOM))
 
 
-def set_clock_back(seconds: float) -> None:
-    """Set this process's clock back by a day, after a number of seconds."""
+def set_clock(seconds: float, days: float) -> None:
+    """Set this process's clock forward by some days (back if negative), after some seconds."""
     real, since = time.time, time.monotonic()
-    time.time = lambda: real() - _DAY * (time.monotonic() - since > seconds)
+    time.time = lambda: real() + days * _DAY * (time.monotonic() - since > seconds)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process."""
+    os.environ.update(variables)
+
+
+def die_after(module: str, *names: str) -> None:
+    """Let this process kill itself when it has called a function, which has these names."""
+    owner: Any = functools.reduce(getattr, names[:-1], importlib.import_module(module))
+    function = getattr(owner, names[-1])
+
+    def dying(*arguments, **options):
+        function(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, names[-1], dying)
+
+
+def place(out: pathlib.Path, fault: str) -> pathlib.Path:
+    """Return the folder in which a command writes under one of PLACES; otherwise `out`."""
+    if fault not in PLACES:
+        return out
+    long = f"{out.name} ".ljust(200, "x")
+    name = (f"{out.name} a  fox \N{FOX FACE} \u00fc", long, f"{out.name} link")[PLACES.index(fault)]
+    if fault == PLACES[2]:
+        out.mkdir(parents=True)
+        out.with_name(name).symlink_to(out)
+    return out.with_name(name)
 
 
 def another_host() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import glob
 import itertools
 import os
 import pathlib
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from tests import emulators
 from tests.campaign import disturbances
 from tests.campaign.damages import FINISHED
 from tests.campaign.subjects import Result, Subject
@@ -27,6 +29,7 @@ FULL = "full disk"
 PATIENCE = 600
 _ATTEMPTS = 6
 _PAGE = 4096
+_SHARE = 0.1  # The share of a bucket's requests that fail under disturbances.ERRORS.
 # Messages of commands that notice a fault, and the words for them in the table.
 _WORDS = {
     "skipping the damaged checkpoint": "checksum, passed over",
@@ -41,6 +44,7 @@ _WORDS = {
     "it lost another process": "lost process",
     "usually because another process died": "lost process",
     "records were saved": "number of records",
+    "503": "the bucket's errors",
 }
 
 
@@ -96,7 +100,11 @@ class Job:
             self.processes.append(
                 commands.start(
                     name, *arguments, *joined, devices=1, outputs=outputs,
-                    before=disturbances.chained(noting if subject.notes else None, before),
+                    before=disturbances.chained(
+                        functools.partial(disturbances.set_variables, subject.environment),
+                        noting if subject.notes else None,
+                        before if i == subject.processes - 1 else None,
+                    ),
                 )
             )  # fmt: skip
 
@@ -135,16 +143,20 @@ def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
     if not disks:
         print("no full disks: a small one cannot be mounted here (it takes root)", flush=True)
     for name, subject in every.items():
-        mine = [*SIGNALS, *disks, *subject.harms]
+        mine = [*SIGNALS, *([] if subject.bucket else disks), *subject.harms]
         if subject.processes == 1:
-            mine += [disturbances.NO_MEMORY, disturbances.CLOCK]
+            mine += [disturbances.NO_MEMORY, *disturbances.CLOCKS]
+            mine += [] if subject.bucket else disturbances.PLACES
             mine += [disturbances.OOM] if disturbances.can_limit() else []
+        mine += subject.phases
+        mine += [disturbances.ERRORS] if subject.bucket else []
         mine += [disturbances.TWINS, disturbances.TAKEOVER] if subject.locks else []
+        mine += [disturbances.PROGRAMS] if subject.locks else []
         rng.shuffle(mine)
         faults[name] = itertools.cycle(mine)
     for turn in itertools.count():
         for name, subject in every.items():
-            if subject.processes == 1 or turn % 5 == 0:  # Two processes take five times as long.
+            if turn % subject.every == 0:
                 yield name, next(faults[name])
 
 
@@ -172,6 +184,7 @@ def run(
 ) -> Outcome:  # fmt: skip
     """Run one round. Its files are deleted if all results are the same."""
     started = time.monotonic()
+    out = disturbances.place(out, fault)
     _begin(subject, out)
     room = rng.uniform(0.05, 0.9) * (size - _size(out))  # For the files of the command.
     with disk(out, int(_size(out) + room) if fault == FULL else 0) as grow:
@@ -195,7 +208,7 @@ def run(
     if different:
         pathlib.Path(f"{out} output", "all").write_text(printed)
     else:
-        for path in (out, out.with_name(f"{out.name} taken"), out.with_name(f"{out.name} output")):
+        for path in (out, *out.parent.glob(f"{glob.escape(out.name)} *")):
             shutil.rmtree(path, ignore_errors=True)
     took = time.monotonic() - started
     return Outcome(name, fault, hit, tuple(codes), tuple(noticed), tuple(different), took)
@@ -204,9 +217,21 @@ def run(
 def _disturb(subject, fault, seconds, out, rng, grow):
     """Run with a fault. Return (whether it hit, exit codes, output, a function that repairs it)."""
     nothing = lambda: None
-    if fault in (disturbances.TWINS, disturbances.TAKEOVER, disturbances.CLOCK):
+    if fault in (disturbances.TWINS, disturbances.TAKEOVER, disturbances.PROGRAMS):
         return *_accompany(subject, fault, seconds, out, rng), nothing
-    job = Job(subject, out)
+    before = None
+    if days := disturbances.CLOCKS.get(fault):
+        before = functools.partial(disturbances.set_clock, rng.uniform(0, 1) * seconds, days)
+    elif names := disturbances.PHASES.get(fault):
+        before = functools.partial(disturbances.die_after, *names)
+    errors = emulators.failing(subject.bucket, _SHARE * (fault == disturbances.ERRORS))
+    with errors if subject.bucket else contextlib.nullcontext():
+        job = Job(subject, out, before=before)
+        if before or fault == disturbances.ERRORS:
+            job.end()
+            job.kill()
+            hit = fault not in disturbances.PHASES or any(job.codes())
+            return hit, job.codes(), job.printed(), nothing
     if fault == FULL:
         ended = job.end()
         job.kill()
@@ -237,10 +262,12 @@ def _disturb(subject, fault, seconds, out, rng, grow):
 
 
 def _accompany(subject, fault, seconds, out, rng):
-    """Run with a second process or another clock. Return (whether it hit, exit codes, output)."""
-    if fault == disturbances.CLOCK:
-        set_back = functools.partial(disturbances.set_clock_back, rng.uniform(0, 1) * seconds)
-        jobs = [Job(subject, out, before=set_back)]
+    """Run with a second process. Return (whether it hit, exit codes, output)."""
+    if fault == disturbances.PROGRAMS:
+        other = out.with_name(f"{out.name} other")
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(out.with_name(f"{out.name} programs"))}
+        use = functools.partial(disturbances.set_variables, cache)
+        jobs = [Job(subject, folder, before=use) for folder in (out, other)]
     elif fault == disturbances.TWINS:
         jobs = [Job(subject, out)]
         time.sleep(1)
@@ -256,7 +283,11 @@ def _accompany(subject, fault, seconds, out, rng):
         job.end()
         job.kill()
     codes = [code for job in jobs for code in job.codes()]
-    return len(jobs) == 1 or any(codes), codes, "".join(job.printed() for job in jobs)
+    return (
+        fault == disturbances.PROGRAMS or any(codes),
+        codes,
+        "".join(job.printed() for job in jobs),
+    )
 
 
 def _size(folder: pathlib.Path) -> int:

@@ -9,11 +9,13 @@ import hashlib
 import http.server
 import io
 import json
+import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,13 +25,14 @@ import pyarrow.parquet as pq
 import safetensors.numpy
 from PIL import Image
 
-from diffusion_jax import runs
+from diffusion_jax import files, runs
 from diffusion_jax.data import tars
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
 from diffusion_jax.precache import store
 from diffusion_jax.weights import restore
-from tests.campaign import damages
+from tests import emulators
+from tests.campaign import damages, disturbances
 from tests.campaign.damages import Damage
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
@@ -38,6 +41,11 @@ from tests.imagen_jax.conftest import TINY
 from tests.sd_jax import tiny
 
 STEPS = 12
+# Pictures are drawn, and the held-out loss is measured, in the middle and at the end.
+SCORED = (
+    f"--config.sample_every={STEPS // 2}", "--config.data.heldout=0.001",
+    f"--config.heldout.every={STEPS // 2}", "--config.heldout.records=8",
+)  # fmt: skip
 Result = Mapping[str, bytes]
 
 
@@ -57,6 +65,14 @@ class Subject(NamedTuple):
     """Whether the samples that it takes can be noted: those of the digits can."""
     locks: bool = False
     """Whether only one process may write there."""
+    phases: tuple[str, ...] = ()
+    """The keys of disturbances.PHASES in which one of its processes is killed."""
+    every: int = 1
+    """It takes part in every so many turns, because it takes so many times as long as others."""
+    bucket: str = ""
+    """The URL of the emulator of Google's storage, if it writes to a bucket."""
+    environment: Mapping[str, str] = {}
+    """Environment variables of its processes."""
     begin: Callable[[pathlib.Path], Any] = lambda out: None
     """Fills a new folder with what the command expects there."""
 
@@ -74,14 +90,18 @@ def every(inputs: pathlib.Path):
     vae = tiny.write_vae(inputs / "vae.safetensors")
     nemo = nemo_weights(inputs / "nemo.safetensors")
     trained = inputs / "trained"
-    with slow_server() as (url, sums):
+    with (
+        slow_server() as (url, sums),
+        emulators.running() as stores,
+        mock.patch.dict(os.environ, stores),
+    ):
         (inputs / "sums").write_text(sums)
         digit_run = ("train", *TINY, f"--config.steps={STEPS}", "--config.save_every=2")
         tar_run = (*digit_run, "--config.data.source=webdataset", f"--config.data.path={broken}")
         run = lambda arguments: lambda out: (*arguments, f"--workdir={out}/run")
         yield {
             "training": Subject(
-                run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True
+                run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True,
             ),
             "training on a table": Subject(
                 run((*digit_run, "--config.data.source=huggingface", f"--config.data.path={table}",
@@ -97,7 +117,12 @@ def every(inputs: pathlib.Path):
                 run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
             ),
             "training in two processes": Subject(
-                run((*digit_run, "--config.step_timeout=60")), run_result, {}, processes=2
+                run((*digit_run, "--config.step_timeout=60", *SCORED)), run_result, processes=2,
+                phases=tuple(disturbances.PHASES), every=5,
+            ),
+            "training into a bucket": Subject(
+                lambda out: (*digit_run, f"--workdir={in_bucket(out)}"), bucket_result,
+                bucket=stores["STORAGE_EMULATOR_HOST"], environment=stores, every=5,
             ),
             "a store of texts": Subject(
                 lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),
@@ -141,11 +166,26 @@ NEMO = (
 def run_result(out: pathlib.Path) -> Result:
     """Return parameters, averages, optimizer, position, metrics and the order of samples."""
     lines = run_log.read_metrics(out / "run" / run_log.METRICS)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "lines of the metrics"
+    steps = list(dict.fromkeys(line["step"] for line in lines))
+    assert steps == list(range(1, STEPS + 1)), "lines of the metrics"
     # Speed and skipped records depend on the process.
     own = lambda name: name == "images_per_second" or name.startswith("data/")
     keep = [{k: v for k, v in line.items() if not own(k)} for line in lines]
     return {**arrays(out / "run"), "metrics": json.dumps(keep).encode(), "samples": samples(out)}
+
+
+def in_bucket(out: pathlib.Path) -> str:
+    """Return the URL of a run that belongs to a folder."""
+    return f"gs://{emulators.BUCKET}/{out.parent.name}/{out.name}".replace(" ", "_")
+
+
+def bucket_result(out: pathlib.Path) -> Result:
+    """Return the results of a run in a bucket, of which a copy is made in the folder."""
+    bucket = files.path(in_bucket(out))
+    for name in bucket.objects():
+        (out / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / "run" / name).write_bytes((bucket / name).read_bytes())
+    return run_result(out)
 
 
 def arrays(workdir: pathlib.Path) -> Result:
