@@ -40,7 +40,7 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.devices import sharding
-from diffusion_jax.diffusion import guidance, guides, samplers
+from diffusion_jax.diffusion import guidance, guidance_kinds, samplers
 from diffusion_jax.draw import options, program
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits.scorer import open_scorer
@@ -382,7 +382,7 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guides.GuidedModel(objective.precond(times), sigmas))
+    guide = guidance.make(sampler, guidance_kinds.GuidedModel(objective.precond(times), sigmas))
     guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):

@@ -30,7 +30,7 @@ from diffusion_jax import cli
 from diffusion_jax.examples.digits import judge, rendering
 from diffusion_jax.metrics import (
     extractors,
-    frechet,
+    fid,
     inception,
     inception_score,
     inception_weights,
@@ -127,8 +127,8 @@ def _ours(
             )  # fmt: skip
             kid = mmd.kid(a["inception"], b["inception"], subsets=1, size=len(real))
             cache[mode] = {
-                "fid": frechet.frechet(b["inception"], a["inception"]),
-                "sfid": frechet.frechet(b["inception_spatial"], a["inception_spatial"]),
+                "fid": fid.frechet(b["inception"], a["inception"]),
+                "sfid": fid.frechet(b["inception_spatial"], a["inception_spatial"]),
                 "kid": kid.mean,
                 "inception_score": inception_score.score(b["inception_unbiased"]).value,
             }

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
+from diffusion_jax.diffusion import guidance_kinds, meanflow, noise, precond, samplers
 from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
-from diffusion_jax.nn import fields, ops
+from diffusion_jax.nn import ops, picture_fields
 from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
 
 Keys = Key[Array, "B"]
@@ -46,7 +46,7 @@ class System(NamedTuple):
     """(frozen, condition) -> the condition that training uses in place of dropped texts."""
     prompts: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
     """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
-    guides.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
+    guidance_kinds.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
     sample_shape: Callable[[Batch], tuple[int, int, int]]
     """batch -> the shape [H, W, C] in which the sampler draws an image."""
     decode: Callable[[Frozen, Batch, Images], Images]
@@ -64,7 +64,7 @@ class System(NamedTuple):
     """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
     fields: Sequence[Field] = ()
     """Named numbers of each image, such as an aesthetic score, which are also inputs of the network
-    (nn/fields.py)."""
+    (nn/picture_fields.py)."""
     field_values: Mapping[str, float] = {}
     """Numbers that sampling uses for fields that its batch does not hold, keyed by Field.key."""
     field_drop_prob: float = 0.0
@@ -99,7 +99,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
     # `params` holds the network's weights and, for learned loss weights, a collection of their
     # parameters. unet.apply accepts this additional Flax collection and ignores it.
     def init(key: PRNGKeyArray) -> Params:
-        example = {**system.example(), **fields.example(system.fields)}
+        example = {**system.example(), **picture_fields.example(system.fields)}
         return objective.with_learned(unet.init(key, **example))
 
     def loss(params, frozen, batch, keys):
@@ -108,13 +108,13 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         eps = objective.shifted(_stream(keys, _OFFSET), eps)
         draw = lambda key: objective.noise.draw(key, 1)[0]
         sigma = jax.vmap(draw)(_stream(keys, _SIGMA))  # [B]
-        keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)
+        keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)  # Text dropout.
         kept = jax.vmap(keep)(_stream(keys, _KEPT))  # [B]
         added = system.training_inputs(x0, _stream(keys, _INPUTS))
-        numbers = fields.condition(system.fields, batch)
-        numbers = fields.dropped(numbers, _stream(keys, _FIELDS), system.field_drop_prob)
+        numbers = picture_fields.condition(system.fields, batch)
+        numbers = picture_fields.dropped(numbers, _stream(keys, _FIELDS), system.field_drop_prob)
         text = system.text(frozen, batch)
-        empty = {**system.dropped(frozen, text), **fields.unknown(numbers)}
+        empty = {**system.dropped(frozen, text), **picture_fields.unknown(numbers)}
         text = {**text, **numbers}
         mixed = {name: where(kept, text[name], empty[name]) for name in text}
 
@@ -136,7 +136,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         noise_keys, added = system.sampling_inputs(batch, keys, x0)
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
-        numbers = fields.condition(system.fields, batch)
+        numbers = picture_fields.condition(system.fields, batch)
         network = _network(unet, params, {**system.text(frozen, batch), **numbers, **added}, h)
         return objective.errors(network, x0, eps, sigma)
 
@@ -161,20 +161,20 @@ def make_sampler_inputs(
         shape = system.sample_shape(batch)
         noise_keys, added = system.sampling_inputs(batch, keys, None)
         prompts = dict(system.prompts(frozen, batch))
-        numbers = fields.condition(system.fields, batch, system.field_values)
-        unknown = fields.unknown(numbers)
-        given = {**prompts.pop(guides.COND)(), **numbers, **added}
+        numbers = picture_fields.condition(system.fields, batch, system.field_values)
+        unknown = picture_fields.unknown(numbers)
+        given = {**prompts.pop(guidance_kinds.COND)(), **numbers, **added}
         # The other conditions replace some of the inputs: the text, and all fields.
         conditions = {
             name: lambda own=own: {**given, **own(), **unknown} for name, own in prompts.items()
         }
-        conditions = {guides.COND: lambda: given, **conditions}
+        conditions = {guidance_kinds.COND: lambda: given, **conditions}
         guide_of = None
         if guiding:
             second, weights = guiding.diffusion.objective, frozen["guide"]
             guide_of = _denoiser_of(guiding.unet, weights, second.scalings, second.span(sigmas))
         denoise = guidance_module.make_denoiser(
-            sampler, guides.GuidedModel(scalings, sigmas), guidance,
+            sampler, guidance_kinds.GuidedModel(scalings, sigmas), guidance,
             _denoiser_of(system.unet, params, scalings, span), conditions, guide_of,
         )  # fmt: skip
         first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]

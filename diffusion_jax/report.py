@@ -4,7 +4,8 @@
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
 The HTML page holds the Sweeps and Training tabs of the web page (imagen_jax.web), with the content
-that the workdirs have now. It is one file that needs no server and no network.
+that the workdirs have now. It is one file that needs no server and no network. If the pictures
+take more than 16 MB, it holds small copies, which link to the pictures in the workdirs.
 """
 
 import pathlib
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> None:
             raise ValueError("give one or more workdirs: python -m diffusion_jax.report WORKDIR")
         bands = [rcp.read_band()] if flags.FLAGS.rcp else []
         out = files.path(flags.FLAGS.out or _default_out(argv[1:]))
-        files.write_whole(out, frozen.page(argv[1:], bands))
+        files.write_whole(out, frozen.page(argv[1:], bands, out.parent))
     logging.info("wrote %s", out)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import options
 from diffusion_jax.draw import stage as stage_module
-from diffusion_jax.draw.loaded import Enlarger, Model
+from diffusion_jax.draw.model import Enlarger, Model
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.draw.program import previewed
 from diffusion_jax.draw.stage import Encoders, Stage

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config import named
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import counts_keys, valid_first
-from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import dense, layer_norm
+from diffusion_jax.nn.picture_fields import with_fields
 from imagen_jax.layers import bicubic_upsample
 
 POOLING = ("attention", "mean")

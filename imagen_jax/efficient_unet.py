@@ -76,7 +76,7 @@ class EfficientUNet(Network):
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `fields` are those of nn/fields.py.
+        `time` is the preconditioner's c_noise. `fields` are those of nn/picture_fields.py.
         """
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)

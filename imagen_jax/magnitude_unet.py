@@ -26,9 +26,9 @@ from jaxtyping import Array, Bool, Float, Key
 from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
-from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import dropout, with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
+from diffusion_jax.nn.picture_fields import with_fields
 from imagen_jax.attention import check_attention, check_heads
 from imagen_jax.conditioning import check_low_res, required, with_low_res
 from imagen_jax.layers import Network, check_resolutions
@@ -78,7 +78,7 @@ class MagnitudeUNet(Network):
         """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
-        with None, nothing is dropped. `fields` are those of nn/fields.py.
+        with None, nothing is dropped. `fields` are those of nn/picture_fields.py.
         """
         # [B, E], [B, L, cond_dim] (None without text attention), [B, L]
         emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time, fields)

@@ -41,7 +41,7 @@ from diffusion_jax import files
 from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from imagen_jax import cascade
 

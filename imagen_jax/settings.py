@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import fields, ranges, settings, shapes
+from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
 from diffusion_jax.config.settings import (
     Data,
@@ -145,7 +145,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
-    fields.values(fields.read(s.data.fields), s.sampler.fields)
+    picture_fields.values(picture_fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.devices.sharding import RULES
-from diffusion_jax.diffusion import editing, guides, samplers
+from diffusion_jax.diffusion import editing, guidance_kinds, samplers
 from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.text import TextEncoder
@@ -64,7 +64,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
     threshold = s.sampler.limit
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
-    named = fields.read(s.data.fields)
+    named = picture_fields.read(s.data.fields)
 
     def text(frozen, batch):
         embeddings, mask = encoder.encode(frozen["text"], batch)  # [B, L, D], [B, L]
@@ -85,9 +85,9 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
             return {name: repeated(x) for name, x in text(frozen, tokens).items()}
 
         return {
-            guides.COND: lambda: given,
-            guides.NEGATIVE: negative,
-            guides.EMPTY: lambda: empty(given),
+            guidance_kinds.COND: lambda: given,
+            guidance_kinds.NEGATIVE: negative,
+            guidance_kinds.EMPTY: lambda: empty(given),
         }
 
     def sample_shape(batch):
@@ -134,7 +134,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         sampling_inputs=sampling_inputs,
         wrap_denoiser=lambda frozen, denoise: threshold(denoise),
         fields=named,
-        field_values=fields.values(named, s.sampler.fields),
+        field_values=picture_fields.values(named, s.sampler.fields),
         field_drop_prob=s.data.fields_drop_prob,
     )
 

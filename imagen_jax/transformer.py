@@ -26,8 +26,8 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Count, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
-from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import FromHeads, ToHeads, dense, with_remat
+from diffusion_jax.nn.picture_fields import with_fields
 from imagen_jax.attention import check_heads, check_implementation
 from imagen_jax.conditioning import TextEmbed, TimeEmbed, check_low_res, required, with_low_res
 from imagen_jax.layers import Network
@@ -64,7 +64,7 @@ class Transformer(Network):
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `fields` are those of nn/fields.py.
+        `time` is the preconditioner's c_noise. `fields` are those of nn/picture_fields.py.
         """
         emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time, fields)
         x = x.astype(self.dtype)  # [B, H, W, 3]

@@ -87,7 +87,7 @@ class UNet(Network):
         """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
-        with None, nothing is dropped. `fields` are those of nn/fields.py.
+        with None, nothing is dropped. `fields` are those of nn/picture_fields.py.
         """
         emb, context, text_mask = condition(
             self, time, text, text_mask, low_res_time, self.cond_dim, fields

@@ -17,7 +17,7 @@ from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.draw import options, program
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Option, Options
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.task import Texts

@@ -41,7 +41,7 @@ from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.input_pictures import InputPictures
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.files import sheets
 from sd_jax import drawing, file_flags, settings

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
-from diffusion_jax.config import fields
-from diffusion_jax.diffusion import guides, samplers
+from diffusion_jax.config import picture_fields
+from diffusion_jax.diffusion import guidance_kinds, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
 from diffusion_jax.model import SecondNetwork, System
@@ -64,7 +64,7 @@ def make_sampler_inputs(
 def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
     """Return what Stable Diffusion supplies. The arguments are those of `make_sampler_inputs`."""
     unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
-    named = fields.read(p.fields)
+    named = picture_fields.read(p.fields)
 
     def example():
         size = p.latents.image_size // factor
@@ -100,9 +100,9 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
             return encoder.tokenize_weighted(empties, num_chunks)
 
         return {
-            guides.COND: lambda: text(frozen, batch),
-            guides.NEGATIVE: lambda: text(frozen, negatives),
-            guides.EMPTY: lambda: text(frozen, empty()),
+            guidance_kinds.COND: lambda: text(frozen, batch),
+            guidance_kinds.NEGATIVE: lambda: text(frozen, negatives),
+            guidance_kinds.EMPTY: lambda: text(frozen, empty()),
         }
 
     def sample_shape(batch):
@@ -133,7 +133,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         editor=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
         wrap_denoiser=wrap_denoiser,
         fields=named,
-        field_values=fields.values(named, p.sampler.fields),
+        field_values=picture_fields.values(named, p.sampler.fields),
         unit_start=p.sampler.unit_start,
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import fields, ranges, settings, shapes
+from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
 from diffusion_jax.config.settings import (
     MOMENTS,
@@ -261,7 +261,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
-    fields.values(fields.read(p.fields), p.sampler.fields)
+    picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
-from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import (
     KEEPS,
     FromHeads,
@@ -33,6 +32,7 @@ from diffusion_jax.nn.layers import (
     layer_norm,
     with_remat,
 )
+from diffusion_jax.nn.picture_fields import with_fields
 
 
 class UNet(nn.Module):
@@ -90,7 +90,7 @@ class UNet(nn.Module):
             x: The noisy latents, scaled by the preconditioner's c_in.
             time: Timesteps from 0 to 999, possibly fractional.
             text: The text context. Attention has no mask, so it sees every token.
-            **fields: Named numbers of each image (nn/fields.py).
+            **fields: Named numbers of each image (nn/picture_fields.py).
 
         Raises:
             ValueError: The height or width of x is not a multiple of 2^(levels - 1).

@@ -12,7 +12,7 @@ starlette uvicorn.
 
 from collections.abc import Sequence
 
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Values
 from diffusion_jax.web.web_command import command
 from sd_jax import drawing

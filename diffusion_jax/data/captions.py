@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.data.decoding import Unusable
 
 
 class Captions(NamedTuple):

@@ -12,9 +12,9 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, transforms
+from diffusion_jax.data import captions, decoding
 from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records, checked_numbers
 
@@ -201,7 +201,7 @@ class DecodedPictures(Pictures):
         records: Records,
         make: Callable[..., np.ndarray],
         data: Data,
-        size_of: Callable[[bytes], tuple[int, int]] = transforms.size_of,
+        size_of: Callable[[bytes], tuple[int, int]] = decoding.size_of,
     ):
         """Wrap a list of encoded records.
 
@@ -217,7 +217,7 @@ class DecodedPictures(Pictures):
         self._size_of = size_of
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
-        self._fields = fields.read(data.fields)
+        self._fields = picture_fields.read(data.fields)
         self._unusable: dict[int, str] = {}
         self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -300,7 +300,7 @@ class DecodedPictures(Pictures):
 
     def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple]:
         """Return (image, text, numbers, name) of each record, or of its replacement."""
-        rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
+        rows = [decoding.CENTRE] * len(indices) if places is None else places.tolist()
         usable = []
         for first in range(0, len(indices), _CHUNK):
             chunk = [int(index) for index in indices[first : first + _CHUNK]]
@@ -321,9 +321,9 @@ class DecodedPictures(Pictures):
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
             self._contents[index] = record.name, _checksum(record)
             try:
-                pairs.append(self._picture(record, transforms.CENTRE)[:2])
+                pairs.append(self._picture(record, decoding.CENTRE)[:2])
                 usable.append(index)
-            except transforms.Unusable as error:
+            except decoding.Unusable as error:
                 self._count(index, record.name, error)
         images = np.stack([i for i, _ in pairs]) if pairs else np.zeros((0,), np.uint8)
         return np.array(usable, np.int64), images, [text for _, text in pairs]
@@ -334,7 +334,7 @@ class DecodedPictures(Pictures):
         If the format allows it, the images are not read.
         """
         texts = self._records.texts(indices.tolist())
-        return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
+        return ["" if isinstance(text, decoding.Unusable) else text for text in texts]
 
     def skipped(self) -> dict[str, int]:
         """Return the number of skipped images, keyed by reason.
@@ -356,7 +356,7 @@ class DecodedPictures(Pictures):
                 record = records[index] if index in records else self._fetch([index])[0]
                 try:
                     return *self._picture(record, place), record.name
-                except transforms.Unusable as error:
+                except decoding.Unusable as error:
                     self._count(index, record.name, error)
             if len(self._unusable) == len(self):
                 break
@@ -383,13 +383,13 @@ class DecodedPictures(Pictures):
         return self._records.read(indices) if indices else []
 
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any, dict[str, float]]:
-        if isinstance(record.text, transforms.Unusable):
+        if isinstance(record.text, decoding.Unusable):
             raise record.text
         text = captions.long_enough(record.text, self._filters["min_chars"])
         numbers = checked_numbers(record, self._fields)
         return self._make(record.image, place=place), text, numbers
 
-    def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
+    def _count(self, index: int, name: str, error: decoding.Unusable) -> None:
         with self._lock:
             if index in self._unusable:  # Another thread has counted it.
                 return

@@ -18,8 +18,8 @@ from absl import logging
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float, Int, UInt64
 
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
@@ -236,7 +236,7 @@ def training_batches(
         flip=data.flip,
         name=name,
         buckets=buckets,
-        fields=(named := fields.read(data.fields)),
+        fields=(named := picture_fields.read(data.fields)),
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make, named) if len(apart) else None

@@ -11,10 +11,10 @@ from absl import logging
 from jaxtyping import Float
 
 from diffusion_jax import files
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import captions, records, rows, sources
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 _CHUNK = 256  # Number of records whose texts are read together.

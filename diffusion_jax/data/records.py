@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from diffusion_jax import files
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import pathlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,6 @@ _HIDDEN = re.compile(
     r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini|\$(?i:RECYCLE\.BIN)"
     r"|System Volume Information|lost\+found)(/|$))"
 )
-_BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
@@ -131,22 +129,6 @@ def stamps(paths: Sequence[str]) -> list[str]:
     parts = [[paths[i] for i in part] for _, part in itertools.groupby(range(len(paths)), group)]
     with ThreadPoolExecutor(32) as threads:  # Stores and shared disks have a high latency.
         return [stamp for part in threads.map(_stamps, parts) for stamp in part]
-
-
-def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential reading, and return the binary file object.
-
-    In a file at a URL, seeking back is slow.
-    """
-    if not is_url(path):
-        return pathlib.Path(path).open("rb")
-    return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
-
-
-def read(path: str) -> bytes:
-    """Return the contents of a local file or URL."""
-    with open_file(path) as file:
-        return file.read()
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:

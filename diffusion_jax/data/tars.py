@@ -165,7 +165,10 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
             file in it.
     """
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
-    with storage.open_file(path) as file, tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar:
+    with (
+        files.path(path).open("rb") as file,
+        tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar,
+    ):
         compressed = file.read(8).startswith(_COMPRESSED)
         tar.fileobj, tar.offset = file, file.seek(0)
         while not compressed:
@@ -390,7 +393,7 @@ def _wdinfo(path: str) -> list[str]:
     In the file, relative paths are relative to the file's folder.
     """
     try:
-        info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
+        info = _PlainUnpickler(io.BytesIO(files.path(path).read_bytes())).load()
         names = [str(name) for name in info["tar_files"]]
     except Exception as error:  # A damaged pickle can raise anything.
         raise ValueError(
@@ -414,7 +417,7 @@ class _PlainUnpickler(untrusted.Unpickler):
 def _load(path: str, stamp: np.ndarray) -> Index | None:
     try:
         # Read into memory first, since np.load leaves a damaged file open.
-        with np.load(io.BytesIO(storage.read(path)), allow_pickle=False) as saved:
+        with np.load(io.BytesIO(files.path(path).read_bytes()), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
                 fields = {name: saved[name] for name in Index._fields}
                 inventory = Inventory(json.loads(str(fields["inventory"])))

@@ -3,7 +3,7 @@
 D(x, sigma) is the estimate of the clean image. A network computes it with the text, with the
 negative text and, for some kinds of guidance, with the empty text. Autoguidance (Karras et al.
 2024) uses a second network instead of the negative text. A Guide combines these estimates into one
-(guides.py).
+(guidance_kinds.py).
 
 A function in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a
 denoiser and returns a new one.
@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config.named import Table
-from diffusion_jax.diffusion import guides, onestep, stochastic
-from diffusion_jax.diffusion.guides import (
+from diffusion_jax.diffusion import guidance_kinds, onestep, stochastic
+from diffusion_jax.diffusion.guidance_kinds import (
     COND,
     GUIDE,
     NEGATIVE,
@@ -103,13 +103,16 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
     for wrapper in s.guides:
         guide = wrapper(guide, model)
     if (s.guidance_low, s.guidance_high) != (0, float("inf")):
-        guide = guides.interval(guide, model, low=s.guidance_low, high=s.guidance_high)
+        guide = guidance_kinds.interval(guide, model, low=s.guidance_low, high=s.guidance_high)
     return guide
 
 
 def check(s: Any) -> None:
     """Raise ValueError if cfg_pp is used with a sampler that evaluates D between grid levels."""
-    uses_cfg_pp, sampler = guides.cfg_pp in (wrapper.func for wrapper in s.guides), s.method.sampler
+    uses_cfg_pp, sampler = (
+        guidance_kinds.cfg_pp in (wrapper.func for wrapper in s.guides),
+        s.method.sampler,
+    )
     with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
     if uses_cfg_pp and (with_churn or sampler.func is stochastic.restart):
         raise ValueError(
@@ -171,15 +174,15 @@ class _Joined(Table):
 
 
 GUIDANCE = _Joined(
-    cfg=guides.cfg,
-    interval=guides.interval,
-    apg=guides.apg,
-    cfg_pp=guides.cfg_pp,
-    rescale=guides.rescale,
-    perp_neg=guides.perp_neg,
-    cfg_zero=guides.cfg_zero,
-    tcfg=guides.tcfg,
-    fdg=guides.fdg,
+    cfg=guidance_kinds.cfg,
+    interval=guidance_kinds.interval,
+    apg=guidance_kinds.apg,
+    cfg_pp=guidance_kinds.cfg_pp,
+    rescale=guidance_kinds.rescale,
+    perp_neg=guidance_kinds.perp_neg,
+    cfg_zero=guidance_kinds.cfg_zero,
+    tcfg=guidance_kinds.tcfg,
+    fdg=guidance_kinds.fdg,
 )
 """The names that sampler.guiding can join by +. In "first+second", `second` wraps the Guide that
 `first` returns. So at each evaluation, `second` runs first: it may change the estimates of D or the
@@ -187,7 +190,8 @@ guidance scale before it calls `first`, and the result afterwards, as `rescale` 
 "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, GUIDANCE]
 PLAIN_AT_1 = (
-    guides.cfg, guides.interval, guides.apg, guides.rescale, guides.tcfg, guides.fdg,
+    guidance_kinds.cfg, guidance_kinds.interval, guidance_kinds.apg, guidance_kinds.rescale,
+    guidance_kinds.tcfg, guidance_kinds.fdg,
 )  # fmt: skip
 """The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import hardware, programs
 from diffusion_jax.devices.programs import announced
 from diffusion_jax.devices.sharding import ambient, batch_sharding, place, replicated
@@ -84,10 +84,12 @@ def make_programs(
         draws.move_to_end(key)
         if len(draws) > max_programs:
             draws.popitem(last=False)
-        compiled, named = draws[key], fields.read(s.fields)
+        compiled, named = draws[key], picture_fields.read(s.fields)
         if not named:
             return compiled
-        arrays = functools.partial(fields.arrays, named, fields.values(named, s.sampler.fields))
+        arrays = functools.partial(
+            picture_fields.arrays, named, picture_fields.values(named, s.sampler.fields)
+        )
         return lambda params, texts, seeds, guidance: compiled(
             params, {**arrays(len(seeds)), **texts}, seeds, guidance
         )

@@ -19,12 +19,12 @@ from absl import flags, logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, files
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import seeds
 from diffusion_jax.draw.input_pictures import InputPictures
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
@@ -117,9 +117,11 @@ def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]
     The prompts of --prompt, which come first, and empty cells have the number in sampler.fields of
     the settings `s`, or NaN if it names none.
     """
-    file, named = flags.FLAGS.prompts, fields.read(s.fields)
+    file, named = flags.FLAGS.prompts, picture_fields.read(s.fields)
     columns = prompt_files.numbers(file, named) if file else {}
-    defaults = fields.arrays(named, fields.values(named, s.sampler.fields), num_prompts)
+    defaults = picture_fields.arrays(
+        named, picture_fields.values(named, s.sampler.fields), num_prompts
+    )
     found = {}
     for key, column in columns.items():
         padded = np.pad(column, (num_prompts - len(column), 0), constant_values=np.nan)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs, systems
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Text
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.guidance import Preview
@@ -141,7 +141,7 @@ def load_guide(
     """
     workdir, step = finetune.at_step(guide)
     settings = read(workdir)
-    ranges = lambda run: [tuple(field)[1:] for field in fields.read(run.data.fields)]
+    ranges = lambda run: [tuple(field)[1:] for field in picture_fields.read(run.data.fields)]
     shared = lambda run: (
         run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, ranges(run)
     )  # fmt: skip

@@ -25,7 +25,7 @@ from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import options, program
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.stage import Stage, fingerprint
 from diffusion_jax.evaluate import (

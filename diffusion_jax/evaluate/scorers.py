@@ -18,7 +18,7 @@ from diffusion_jax.metrics import (
     clip_towers,
     dinov2,
     extractors,
-    frechet,
+    fid,
     stats_files,
     table,
 )
@@ -381,7 +381,7 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
     vectors = own_judge.vectors(trained, trained.reference.images)
     real = gaussian(vectors)
     reference = f"held-out pictures of {trained.card['data']}, n {len(vectors)}"
-    real_scores = train_judge.scores(read, frechet.reference(real), trained.test)
+    real_scores = train_judge.scores(read, fid.reference(real), trained.test)
     trained_card = cards.make_card(trained.image, **card, reference=reference) | {
         "captions_told_from": len({*trained.candidates, *prompts, *trained.test.captions}),
         **{f"{name}_of_real": value for name, value in real_scores.items()},

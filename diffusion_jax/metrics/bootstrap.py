@@ -45,10 +45,10 @@ def interval(
     Each replicate resamples the images' contributions with replacement. Its score is the original
     score, plus the mean of the resampled contributions, minus the mean of all contributions. The
     interval does not include the score's bias, which depends on the number of images. For FID,
-    frechet.extrapolated removes most of this bias.
+    fid.extrapolated removes most of this bias.
 
     Args:
-        each: first-order contribution of each image, for example from frechet.influence.
+        each: first-order contribution of each image, for example from fid.influence.
         score: the score.
         replicates: number of resamplings.
         confidence: probability covered by the interval.

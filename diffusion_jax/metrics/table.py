@@ -11,7 +11,7 @@ from diffusion_jax.metrics import (
     accuracy,
     bootstrap,
     clip_score,
-    frechet,
+    fid,
     inception_score,
     mmd,
     neighbours,
@@ -58,17 +58,17 @@ class Metric(NamedTuple):
     """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
 
-def _moments(stats: Stats) -> frechet.ReferenceFeatures:
+def _moments(stats: Stats) -> fid.ReferenceFeatures:
     # With fewer images than dimensions, features are more exact than moments.
-    return frechet.reference(stats.gaussian if stats.features is None else stats.features)
+    return fid.reference(stats.gaussian if stats.features is None else stats.features)
 
 
 def _features(stats: Stats) -> Any:
     return stats.features
 
 
-def _spatial(stats: Stats) -> frechet.ReferenceFeatures | None:
-    return None if stats.spatial is None else frechet.reference(stats.spatial)
+def _spatial(stats: Stats) -> fid.ReferenceFeatures | None:
+    return None if stats.spatial is None else fid.reference(stats.spatial)
 
 
 def _spheres(stats: Stats) -> neighbours.RealFeatures | None:
@@ -80,10 +80,10 @@ _DENSITY = "density and coverage"
 _PARTS = ("digit", "ink", "paper")  # The columns of the features "right".
 METRICS: dict[str, Metric] = {
     "fid": Metric(
-        "FID", "inception", frechet.score, _moments, True, least=2, public_weights=True
+        "FID", "inception", fid.score, _moments, True, least=2, public_weights=True
     ),
     "fd_digits": Metric(
-        "Fréchet distance (digits, prompts seen)", "digits", frechet.score, _moments, True,
+        "Fréchet distance (digits, prompts seen)", "digits", fid.score, _moments, True,
         group="seen", least=2,
     ),
     "kid": Metric("KID", "inception", mmd.score_kid, _features, True, least=2, public_weights=True),
@@ -112,15 +112,15 @@ METRICS: dict[str, Metric] = {
         "coverage", "inception", neighbours.coverage, _spheres, axis=_DENSITY, least=6,
         public_weights=True, by_name=True,
     ),
-    "fd_judge": Metric("Fréchet distance (judge)", "judge", frechet.score, _moments, True, least=2),
+    "fd_judge": Metric("Fréchet distance (judge)", "judge", fid.score, _moments, True, least=2),
     "r1_judge": Metric("own caption the nearest (judge)", "nearest", accuracy.all_right),
-    "fd_dinov2": Metric("FD-DINOv2", "dinov2", frechet.score, _moments, True, least=2),
+    "fd_dinov2": Metric("FD-DINOv2", "dinov2", fid.score, _moments, True, least=2),
     "fid_infinity": Metric(
-        "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,
+        "FID at infinitely many images", "inception", fid.score_at_infinity, _moments, True,
         least=20, public_weights=True, by_name=True,
     ),
     "sfid": Metric(
-        "sFID", "inception_spatial", frechet.score, _spatial, True, least=2, public_weights=True,
+        "sFID", "inception_spatial", fid.score, _spatial, True, least=2, public_weights=True,
         by_name=True,
     ),
     "inception_score": Metric(

@@ -13,8 +13,8 @@ import numpy as np
 from diffusion_jax import systems
 from diffusion_jax.config import shapes
 from diffusion_jax.data.captions import every
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start.training_pictures import PictureSet
 from diffusion_jax.text import hashed
 from diffusion_jax.weights import pretrained

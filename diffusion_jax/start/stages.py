@@ -174,15 +174,12 @@ def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
         _, key, create, _ = loop.plan(inputs.task, s.run, s.optimizer, mesh)
         state = jax.eval_shape(create, key)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
-    share = samples = s.run.batch_size // sharding.batch_ways(mesh)
     limit = memory.USABLE * hardware.limit(jax.local_devices()[0])
-    need = lambda n: memory.bytes_per_device(traced, mesh, n, share // n).total
-    while samples % 2 == 0 and need(samples) > limit:
-        samples //= 2
-    if samples < share and not s.optimizer.micro_batch:
-        micro_batch = (samples, "The largest that fits in memory.")
+    largest = memory.largest_micro_batch(traced, mesh, s.run.batch_size, limit)
+    if largest < s.run.batch_size // sharding.batch_ways(mesh):
+        micro_batch = (max(1, largest), "The largest that fits in memory.")
         changes = {**changes, "optimizer.micro_batch": micro_batch}
-    return changes, need(samples) <= limit
+    return changes, largest > 0
 
 
 def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:

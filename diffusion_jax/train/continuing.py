@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs, systems
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.named import calls
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, OtherData
@@ -101,6 +101,12 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
         _adapt(config, f"{run}@{step}", run)
     if started or not run:
         return None
+    if files.path(run).is_file():
+        raise ValueError(
+            f"--continue_from={run} is a file, which holds no optimizer or position in the data: "
+            "start from its weights with --config.unet.weights. To train on from a LoRA file, "
+            "first merge it into its model with `weights convert --lora=FILE --to=RUN`"
+        )
     before, root = runs.load(run), files.path(run) / runs.CHECKPOINTS
     restore.check_exists(restore.absolute(root), step)
     newest = restore.newest_sound(root, until=step)
@@ -123,7 +129,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
             f"--continue_from={run} takes the weights of this run, but unet.weights is "
             f"{now['unet']['weights']!r}: leave one of them out"
         )
-    ranges = [fields.ranges(c["data"].get("fields", ())) for c in (before, now)]
+    ranges = [picture_fields.ranges(c["data"].get("fields", ())) for c in (before, now)]
     if ranges[0] != ranges[1]:
         raise ValueError(
             f"--continue_from={run} cannot change data.fields from {before['data']['fields']} to "

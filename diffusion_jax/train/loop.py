@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
-from diffusion_jax.config.fields import PREFIX
+from diffusion_jax.config.picture_fields import PREFIX
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.devices import distributed, flops, stop_signals

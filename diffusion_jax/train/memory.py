@@ -1,5 +1,6 @@
 """Estimate the memory of a training step and the disk space of a run, without compiling."""
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,22 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
         batch=row * samples * passes,
         temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients.
     )
+
+
+def largest_micro_batch(
+    traced: Traced, mesh: Mesh | AbstractMesh, batch_size: int, limit: float
+) -> int:
+    """Return the largest micro batch per device that fits into memory, or 0 if none fits.
+
+    `limit` is the memory per device in bytes. The micro batch divides each device's share of the
+    global batch.
+    """
+    share = batch_size // sharding.batch_ways(mesh)
+    need = lambda n: bytes_per_device(traced, mesh, n, share // n).total
+    if need(share) <= limit:  # Alone, it needs no memory for the sum of gradients.
+        return share
+    sizes = [n for n in range(1, share) if share % n == 0]
+    return [0, *sizes][bisect.bisect_right(sizes, limit, key=need)]
 
 
 def drawing(task: Task, params: Any, texts: Any, rows: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_jax import files, runs
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.weights import restore
 
 _CARD = "README.md"

@@ -1,10 +1,19 @@
-"""Write a report on runs: the web page as one HTML file with all data and pictures."""
+"""Write a report on runs: the web page as one HTML file with all data and pictures.
+
+If the pictures are large together, the file holds small copies, with links to the runs' own files.
+"""
 
 import base64
+import functools
+import io
 import json
+import os
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Sequence
+
+from PIL import Image
 
 from diffusion_jax import files, runs
 from diffusion_jax.evaluate import sweep
@@ -21,43 +30,55 @@ _ALONE = (
 )
 _SAMPLES = 12  # The largest number of sample sheets per run in a report, besides the last one,
 _SHEETS = 48  # and that of all runs together, but at least one per run.
+_MAX_BYTES = 2**24  # Above this size, a report holds small copies of the pictures,
+_SIDE = 640  # whose longest side has so many pixels.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
     """Write the HTML report on a run into its workdir, and return the report's path."""
     out = files.path(workdir) / PAGE
-    files.write_whole(out, page([workdir]))
+    files.write_whole(out, page([workdir], folder=out.parent))
     return out
 
 
-def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
+def page(
+    workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = (), folder: files.Path = "."
+) -> str:
     """Return the text of a report on runs: one self-contained HTML page.
 
     Args:
         workdirs: The workdirs of the runs.
         bands: Shaded areas behind the curves in the figure of FID over CLIP score.
+        folder: The folder of the report, from which small copies link to the whole pictures.
 
     Raises:
         FileNotFoundError: A workdir holds neither logged metrics nor sweeps.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
-    for name, (folder,) in named.items():
-        root = files.path(folder)
+    for name, (workdir,) in named.items():
+        root = files.path(workdir)
         if not untrusted.is_plain(root / run_log.METRICS, root) and name not in dict(sweeps):
             raise FileNotFoundError(
-                f"{folder} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
+                f"{workdir} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
                 "it is not a workdir"
             )
     most = min(_SAMPLES, max(1, _SHEETS // len(named)))
-    content = {
-        "title": " and ".join(named),
-        "bands": [band._asdict() for band in bands],
-        "/api/sweeps": results.sweeps(sweeps, _inlined),
-        "/api/training": results.training(named, _inlined, most),
-    }
-    # Without "<", no text in the data can end the <script> element.
-    data = json.dumps(untrusted.printable_json(content), allow_nan=False).replace("<", r"\u003c")
+
+    def data_with(show: results.Show) -> str:
+        content = {
+            "title": " and ".join(named),
+            "bands": [band._asdict() for band in bands],
+            "/api/sweeps": results.sweeps(sweeps, show),
+            "/api/training": results.training(named, show, most),
+        }
+        # Without "<", no text in the data can end the <script> element.
+        text = json.dumps(untrusted.printable_json(content), allow_nan=False)
+        return text.replace("<", r"\u003c")
+
+    data = data_with(_inlined)
+    if len(data) > _MAX_BYTES:
+        data = data_with(functools.partial(_small_copy, folder=folder))
     code = "".join(_read(name) for name in ("plots.js", "results.js"))
     code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
     script = f'<script type="application/json" id="kept">{data}</script>\n'
@@ -76,6 +97,24 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
 def _inlined(picture: pathlib.Path) -> str:
     content = untrusted.read_plain(picture) or b""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def _small_copy(picture: pathlib.Path, folder: files.Path) -> str:
+    """Return the URL of a small JPEG, followed by "#" and the path of the picture from `folder`.
+
+    From or to a bucket there is no such path.
+    """
+    buffer = io.BytesIO()
+    try:
+        image = untrusted.open_image(untrusted.read_plain(picture) or b"").convert("RGB")
+    except (OSError, ValueError):  # The picture is damaged.
+        image = Image.new("RGB", (1, 1))
+    image.thumbnail((_SIDE, _SIDE))
+    image.save(buffer, "JPEG", quality=80)
+    url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    if files.store_path(picture) or files.store_path(folder):
+        return url
+    return f"{url}#{urllib.parse.quote(os.path.relpath(picture, folder))}"
 
 
 def _read(name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 from PIL import Image
 
-from diffusion_jax.draw.loaded import Cancelled, Model, png
+from diffusion_jax.draw.model import Cancelled, Model, png
 from diffusion_jax.web.uploads import Edit, Uploads
 
 WAITING = 16

@@ -135,8 +135,8 @@ function choose(sweep, point) {
 
 function showPoint(sweep, point) {
   const sheet = (src, words) => element("figure", {}, element("figcaption", {}, words),
-    element("div", {class: "scroll"}, element("img",
-      {src, onload: limit, alt: `${words}: ${point.label}, guidance ${point.guidance}`})));
+    element("div", {class: "scroll"}, linked(element("img",
+      {onload: limit, alt: `${words}: ${point.label}, guidance ${point.guidance}`}), src)));
   const columns = Object.keys(results.metrics).filter((c) => c in point.scores);
   const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
     element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
@@ -268,6 +268,16 @@ function limit(event) {
   Object.assign(event.target.style, {maxWidth: `${width}px`, minWidth: width < 640 ? "0" : ""});
 }
 
+// Show the picture `src` in an image inside a link. A small copy in a report names the file of the
+// whole picture after "#", which the link opens.
+function linked(image, src, link = element("a", {target: "_blank"}, image)) {
+  const file = src.split("#")[1];
+  image.src = src;
+  if (file) link.href = file;
+  else link.removeAttribute("href");
+  return link;
+}
+
 function showSamples(runs) {
   const at = Object.fromEntries([...document.querySelectorAll("#over-time input")].map((i) => [i.id, i]));
   $("over-time").replaceChildren(...runs.flatMap((run, n) => {
@@ -275,10 +285,11 @@ function showSamples(runs) {
     const id = `samples-${n}`, end = run.samples.length - 1;
     const follows = !at[id] || at[id].value === at[id].max;
     const image = element("img", {alt: "", onload: limit}), label = element("span");
+    const link = linked(image, run.samples[end][1]);
     const slider = element("input", {type: "range", id, min: 0, max: end, "aria-label": "Step",
       oninput: () => {
         const [step, source] = run.samples[Number(slider.value)];
-        image.src = source;
+        linked(image, source, link);
         image.alt = `Samples of ${run.name} at step ${step}`;
         label.textContent = `step ${step.toLocaleString("en")}`;
         slider.setAttribute("aria-valuetext", label.textContent);
@@ -286,7 +297,7 @@ function showSamples(runs) {
     slider.value = follows ? end : at[id].value;
     slider.dispatchEvent(new Event("input"));
     return [element("h2", {}, `Samples of ${run.name} at fixed seeds, `, label),
-      element("div", {class: "panel"}, slider, element("div", {class: "scroll"}, image))];
+      element("div", {class: "panel"}, slider, element("div", {class: "scroll"}, link))];
   }));
 }
 

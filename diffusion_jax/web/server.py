@@ -25,7 +25,7 @@ from starlette.routing import Route
 from diffusion_jax import files, runs
 from diffusion_jax.config import field_docs, ranges
 from diffusion_jax.draw import options
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Option, Values
 from diffusion_jax.draw.seeds import MOST
 from diffusion_jax.files import untrusted

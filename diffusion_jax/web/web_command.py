@@ -10,7 +10,7 @@ from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.draw import option_flags
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.web import about, results
 

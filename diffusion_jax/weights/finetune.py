@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.task import Params, Task
@@ -73,11 +73,11 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     Raises ValueError if the weights have a field that the task lacks or, with `all_needed`, lack a
     field of the task.
     """
-    names = lambda tree: {name for name in tree["params"] if name.startswith(fields.PREFIX)}
+    names = lambda tree: {name for name in tree["params"] if name.startswith(picture_fields.PREFIX)}
     stored, own = names(params), names(jax.eval_shape(task.init, jax.random.key(0)))
     if stored - own or (all_needed and own - stored):
         shown = lambda found: (
-            ", ".join(sorted(n.removeprefix(fields.PREFIX) for n in found)) or "none"
+            ", ".join(sorted(n.removeprefix(picture_fields.PREFIX) for n in found)) or "none"
         )
         raise ValueError(
             f"unet.weights={weights} has the fields {shown(stored)}, but data.fields names "
@@ -95,7 +95,7 @@ def _check_ranges(weights: str, texts: Sequence[str]) -> None:
     if not (files.path(workdir) / runs.CONFIG).is_file():
         return
     stored = runs.load(workdir)["data"].get("fields", ())
-    if fields.ranges(stored) != fields.ranges(texts):
+    if picture_fields.ranges(stored) != picture_fields.ranges(texts):
         raise ValueError(
             f"unet.weights={weights} was trained with data.fields {', '.join(stored)}, but "
             f"data.fields is {', '.join(texts)}: use the same ranges"

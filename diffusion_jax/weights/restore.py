@@ -203,7 +203,7 @@ def _warn_without_list(root: epath.Path) -> None:
 
 def stored(root: epath.Path) -> list[str]:
     """Return the sorted names of the averages in a step's folder: power functions, then EMAs."""
-    # epath's glob finds nothing below a path that looks like a pattern, such as "a[1]".
+    # epath's glob would take "[1]" in the path of the folder for a pattern.
     inside = [path.name for path in root.iterdir()] if root.exists() else []
     names = [name.removeprefix(EMA) for name in inside if name.startswith(EMA)]
     return sorted(names, key=power_averages.order)

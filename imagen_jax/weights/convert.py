@@ -12,7 +12,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import files, runs
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import tuning
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
@@ -161,7 +161,7 @@ def from_workdir(
             f"unet.patch is {s.unet.patch}, but NeMo's networks have no patches: only models with "
             "unet.patch=1 can be exported"
         )
-    fields.refuse(s.data.fields, workdir)
+    picture_fields.refuse(s.data.fields, workdir)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = initial.of_run(workdir, s.unet, s.text.width, ema, step, base)
     state = nemo.to_nemo(params, unet)

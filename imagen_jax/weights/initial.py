@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from diffusion_jax import files, runs
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
@@ -69,7 +69,7 @@ def of_run(
         ValueError: If the run has no such average, or `base` is given for a run without LoRA.
     """
     s = settings_of(workdir)
-    abstract = nemo.abstract_params(unet, text_width, fields.read(s.data.fields))
+    abstract = nemo.abstract_params(unet, text_width, picture_fields.read(s.data.fields))
     finetune.check_wanted(base, s.lora)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
     return finetune.network(workdir, s, abstract, read, which, step)

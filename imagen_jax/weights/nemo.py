@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffusion_jax.config.fields import Field
-from diffusion_jax.nn import fields
+from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.nn import picture_fields
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import (
@@ -92,7 +92,7 @@ def abstract_params(unet: NemoNetwork, text_width: int, named: Sequence[Field] =
     `text_width` is the width of the text embeddings, and `named` holds the fields that
     the network sees.
     """
-    inputs: dict[str, Any] = example_inputs(unet, text_width) | fields.example(named)
+    inputs: dict[str, Any] = example_inputs(unet, text_width) | picture_fields.example(named)
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **inputs))
 
 

@@ -55,7 +55,8 @@ def _choice(
     mesh = AbstractMesh((*shape, 1), sharding.AXES)
     if traced.model.run.batch_size % sharding.batch_ways(mesh):
         return None
-    micro = estimate.largest_micro_batch(traced, mesh, memory.USABLE * target.kind.memory)
+    limit = memory.USABLE * target.kind.memory
+    micro = memory.largest_micro_batch(traced.step, mesh, traced.model.run.batch_size, limit)
     if not micro:
         return None
     changed = estimate.with_micro_batch(traced, micro)

@@ -107,19 +107,6 @@ def largest_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
     return bisect.bisect_right(range(1, 2**20), limit, key=need) * sharding.batch_ways(mesh)
 
 
-def largest_micro_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
-    """Return the largest micro batch per device that fits into memory, or 0 if none fits.
-
-    `limit` is the memory per device in bytes. The micro batch divides each device's share of the
-    global batch.
-    """
-    ways = sharding.batch_ways(mesh)
-    share, largest = traced.model.run.batch_size // ways, largest_batch(traced, mesh, limit) // ways
-    need = lambda samples: bytes_per_device(with_micro_batch(traced, samples), mesh).total
-    sizes = (n for n in range(min(largest, share), 0, -1) if share % n == 0)
-    return next((n for n in sizes if need(n) <= limit), 0)
-
-
 def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
     """Return the traced model with micro batches of `samples` samples per device."""
     settings = traced.model.optimizer._replace(micro_batch=samples)
@@ -216,7 +203,9 @@ def plan(
         "batch": batch,
         "accumulate": passes(model, mesh),
         "micro_batch": local_batch(model, mesh),
-        "largest_micro_batch": largest_micro_batch(traced, mesh, limit),
+        "largest_micro_batch": memory.largest_micro_batch(
+            traced.step, mesh, model.run.batch_size, limit
+        ),
         "largest_batch": largest_batch(traced, mesh, limit),
         "tflop_per_sample": traced.flops / 1e12,
         "bytes_sent": traffic.bytes_by_kind(exchanges),

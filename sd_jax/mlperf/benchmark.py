@@ -26,7 +26,7 @@ from diffusion_jax.metrics import (
     clip_score,
     clip_towers,
     extractors,
-    frechet,
+    fid,
     stats_files,
 )
 from diffusion_jax.metrics.clip_towers import ClipExtractors
@@ -58,7 +58,7 @@ class EvaluationInputs(NamedTuple):
     """Inputs of the evaluation: captions to draw, scoring networks and reference statistics."""
 
     captions: list[str]
-    real: frechet.ReferenceFeatures
+    real: fid.ReferenceFeatures
     """Statistics of Inception's features of real images, with which FID compares drawn images."""
     inception: Extractor
     clip: ClipExtractors
@@ -93,7 +93,7 @@ def open_judge(evaluation: Evaluation) -> EvaluationInputs:
     inception = extractors.load_inception(evaluation.inception)
     stats = stats_files.read(evaluation.reference)
     stats_files.check(evaluation.reference, stats, inception)
-    real = frechet.reference(stats.gaussian)
+    real = fid.reference(stats.gaussian)
     return EvaluationInputs(
         captions[: evaluation.num_prompts], real, inception, clip_towers.load(evaluation.clip)
     )

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 
 from diffusion_jax import files, runs
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.weights import finetune, restore
 from sd_jax.settings import read_settings
 from sd_jax.unet import UNet
@@ -77,7 +77,7 @@ def of_run(
     run = read_settings(runs.load(workdir, "sd_jax"))
     finetune.check_wanted(base, run.lora)
     read = lambda: read_unet(base or run.unet_weights, unet, text_width)
-    abstract = names.abstract_unet(unet, text_width, fields.read(run.data.fields))
+    abstract = names.abstract_unet(unet, text_width, picture_fields.read(run.data.fields))
     return finetune.network(workdir, run, abstract, read, which, step)
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.config.fields import Field
-from diffusion_jax.nn import fields
+from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.nn import picture_fields
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry, StateDict
@@ -236,7 +236,7 @@ def abstract_unet(unet: UNet, text_width: int, named: Sequence[Field] = ()) -> A
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((1, size, size, unet.in_channels), (1,), (1, 1, text_width))
     )
-    numbers: dict[str, Any] = fields.example(named)
+    numbers: dict[str, Any] = picture_fields.example(named)
     return jax.eval_shape(unet.init, jax.random.key(0), x, time, text, **numbers)
 
 

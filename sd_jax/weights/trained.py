@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
 from diffusion_jax.draw import stage as stage_module
@@ -93,7 +93,7 @@ def to_checkpoint(
     "0.9999", or "ema" for the average with the largest decay.
     """
     s = read_run(workdir)
-    fields.refuse(s.data.fields, workdir)
+    picture_fields.refuse(s.data.fields, workdir)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = of_run(workdir, s.unet, s.text.width, ema, base=base)
     plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}

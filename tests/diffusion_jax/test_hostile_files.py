@@ -20,7 +20,7 @@ from PIL import Image
 
 from diffusion_jax import cli, runs
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import embeddings, records, tars, transforms
+from diffusion_jax.data import decoding, embeddings, records, tars
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.files import untrusted
@@ -217,7 +217,7 @@ def test_an_invalid_safetensors_header_is_an_error(bounded, tmp_path, reader, he
 @pytest.mark.parametrize("size", [(100000, 100000), (2**31 - 1, 1), (20000, 20000)])
 def test_an_image_with_too_many_pixels_is_rejected_by_its_header(bounded, tmp_path, size):
     (tmp_path / "a.png").write_bytes(giant_png(*size))
-    bounded(2, transforms.Unusable, transforms.crop, giant_png(*size), (8, 8))
+    bounded(2, decoding.Unusable, decoding.crop, giant_png(*size), (8, 8))
     if size[0] * size[1] > 2**31:
         message = bounded(2, ValueError, untrusted.open_image, tmp_path / "a.png")
         assert "decompression bomb" in message.lower()
@@ -229,7 +229,7 @@ def test_decoders_that_run_programs_or_accept_any_file_are_switched_off(bounded,
     mode = "F" if format == "SPIDER" else "RGB"
     Image.new(mode, (8, 8)).save(file, format)
     assert Image.open(io.BytesIO(file.getvalue())).format
-    bounded(2, transforms.Unusable, transforms.crop, file.getvalue(), (8, 8))
+    bounded(2, decoding.Unusable, decoding.crop, file.getvalue(), (8, 8))
     bounded(2, OSError, untrusted.open_image, file.getvalue())
 
 
@@ -243,7 +243,7 @@ def test_uploads_in_other_than_web_formats_are_errors(bounded):
 def test_deeply_nested_json_is_a_one_line_error(bounded, tmp_path):
     deep = "[" * 200000
     text = records.read_text(deep.encode(), "json:caption")
-    assert isinstance(text, transforms.Unusable) and "nested too deeply" in str(text)
+    assert isinstance(text, decoding.Unusable) and "nested too deeply" in str(text)
     for name, reader in ((runs.CONFIG, lambda path: runs.load(path.parent)),
                          ("index.json", pretrained.read_json)):  # fmt: skip
         (tmp_path / name).write_text(deep)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax import model
-from diffusion_jax.config import fields, settings
-from diffusion_jax.diffusion import guides
+from diffusion_jax.config import picture_fields, settings
+from diffusion_jax.diffusion import guidance_kinds
 from imagen_jax.settings import Diffusion, Sampler
 from tests.diffusion_jax import training_noise
 
@@ -36,8 +36,8 @@ def a_task(drop_prob=0.0, network=show):
         text=text,
         dropped=dropped,
         prompts=lambda frozen, batch: {
-            guides.COND: lambda: text(frozen, batch),
-            guides.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
+            guidance_kinds.COND: lambda: text(frozen, batch),
+            guidance_kinds.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
         },
         sample_shape=lambda batch: (4, 4, 3),
         decode=lambda frozen, batch, x: x,
@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_affects_only_its_range_of_sigma():
 
 def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
     """The model of 4x4 pixels with the fields "score", from 0 to 10, and "year"."""
-    named = fields.read(("score=0..10", "year=1900..2000"))
+    named = picture_fields.read(("score=0..10", "year=1900..2000"))
     text = lambda frozen, batch: {"text": batch["text"]}
     empty = lambda condition: {"text": jnp.zeros_like(condition["text"])}
     system = model.System(
@@ -116,8 +116,8 @@ def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
         text=text,
         dropped=lambda frozen, condition: empty(condition),
         prompts=lambda frozen, batch: {
-            guides.COND: lambda: text(frozen, batch),
-            guides.NEGATIVE: lambda: empty(batch),
+            guidance_kinds.COND: lambda: text(frozen, batch),
+            guidance_kinds.NEGATIVE: lambda: empty(batch),
         },
         sample_shape=lambda batch: (4, 4, 3),
         decode=lambda frozen, batch, x: x,

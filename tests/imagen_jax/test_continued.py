@@ -9,6 +9,7 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.logs import run_log
 from diffusion_jax.weights import finetune, restore
+from tests import processes
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
@@ -62,6 +63,33 @@ def test_an_added_lora_uses_the_weights_of_the_original_run(trained, tmp_path):
         line["lr"] for line in run_log.read_metrics(workdir / run_log.METRICS) if line["step"] == 13
     ]
     np.testing.assert_allclose(lr, 2e-3)  # The warm-up does not start again.
+
+
+def test_a_lora_file_ends_the_command_with_one_line_that_names_the_way_out(tmp_path):
+    file = tmp_path / "lora.safetensors"
+    file.touch()
+    ended = continue_run(file, tmp_path / "run")
+    assert ended.code == 2 and f"--continue_from={file} is a file" in ended.err
+    assert "weights convert --lora=FILE --to=RUN" in ended.err
+    assert len([line for line in ended.err.splitlines() if line.startswith("error")]) == 1
+
+
+def test_two_processes_continue_a_run_as_one_process_does(trained, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    changes = "--config.steps=14", "--config.batch_size=16"
+    ended = continue_run(trained, one, *changes, devices=2)
+    assert ended.code == 0, ended.err
+    group = processes.Group(
+        tmp_path / "output", 2, "train", *TINY, f"--workdir={two}", f"--continue_from={trained}",
+        *changes,
+    )  # fmt: skip
+    assert group.end() == [0, 0], group.printed()
+    assert run_log.read_lineage(two) == run_log.read_lineage(one)
+    rows = [run_log.read_metrics(workdir / run_log.METRICS) for workdir in (one, two)]
+    losses = [[row["loss"] for row in some if "loss" in row] for some in rows]
+    assert len(losses[0]) == 14 and losses[1][:12] == losses[0][:12]
+    # Two processes add up the gradients in another order.
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_changing_a_fixed_setting_ends_the_command_with_one_line(trained, tmp_path):

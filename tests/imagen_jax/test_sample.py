@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import imagen_jax
-from diffusion_jax.draw import loaded
+from diffusion_jax.draw import model as draw_model
 from tests.imagen_jax import commands
 
 PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one on black paper")
@@ -70,15 +70,15 @@ def _draw_in_a_notebook(workdir, out):
         model.draw("a", stepz=3)
     with pytest.raises(ValueError, match="guide cannot change after loading"):
         model.draw("a", guide="run")
-    with pytest.raises(loaded.Cancelled):
+    with pytest.raises(draw_model.Cancelled):
         model.draw("a", progress=_cancel)
     for n, image in enumerate(again):
-        (out / f"{n}.png").write_bytes(loaded.png(image))
+        (out / f"{n}.png").write_bytes(draw_model.png(image))
     assert (before.images != again.images).any()
 
 
 def _cancel(images, sigma):
-    raise loaded.Cancelled
+    raise draw_model.Cancelled
 
 
 @pytest.mark.gate

@@ -155,8 +155,9 @@ def test_stages_draw_independent_noise_from_one_seed():
         ({"data__resize": 18}, "data.resize is 18: set it to 0, or to a multiple of 4"),
         ({"data__crop": "centre"}, "data.crop is 'centre': did you mean 'center'?"),
         ({"super_resolution__aug_sigma": 0.0}, "super_resolution.aug_sigma is 0.0"),
+        ({"super_resolution__factor": 2, "evaluation__every": 8}, "cannot draw from prompts alone"),
     ],
 )
-def test_super_resolution_sizes_that_do_not_fit_are_errors(changes, message):
+def test_super_resolution_settings_that_do_not_fit_are_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         settings(**changes)

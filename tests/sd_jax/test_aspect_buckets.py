@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import aspect_buckets, transforms
+from diffusion_jax.data import aspect_buckets, decoding
 from diffusion_jax.data.sources import moments
 from diffusion_jax.devices import sharding
 from diffusion_jax.precache.moment_tars import MomentOptions
@@ -67,7 +67,7 @@ def test_stored_moments_equal_the_encoded_cropped_pictures(vae, images, stored):
             seen.add((2 * height, 2 * width))
             text = latents.pictures.texts(np.array([number]))[0]
             file = images / f"{int(text.split()[1]):02}.png"
-            picture = transforms.crop(file.read_bytes(), (2 * height, 2 * width))
+            picture = decoding.crop(file.read_bytes(), (2 * height, 2 * width))
             expected = encode(tiny.vae_params(), to_range(picture[None]))[0]
             np.testing.assert_allclose(batch["moments"][0], expected, atol=1e-5)
         assert {next(pictures)["image"].shape[1:3] for _ in range(4)} == set(SHAPES)

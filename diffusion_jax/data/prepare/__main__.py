@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from diffusion_jax import cli, files
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
@@ -70,7 +70,7 @@ def _reshard(args: argparse.Namespace) -> int:
     counts = reshard.reshard(
         _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes, engine=engines.of(args),
-        size=args.size, pad=args.pad, fields=fields.read(args.fields),
+        size=args.size, pad=args.pad, fields=picture_fields.read(args.fields),
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -103,7 +103,7 @@ def _validate(args: argparse.Namespace) -> int:
     try:
         report = validate.validate(
             records, args.num, args.threads, folder=parts, engine=engines.of(args),
-            fields=fields.read(args.fields),
+            fields=picture_fields.read(args.fields),
         )  # fmt: skip
     finally:
         files.remove_tree(parts)

@@ -171,7 +171,7 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
     done = part.stat().st_size if before and part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
         version = storage.stamps([url])[0]
-        with storage.open_file(url) as stored:
+        with remote.Remote(url).open("rb") as stored:
             stored.seek(done if version == before and done <= stored.size else 0)
             with _opened(part, stored.tell(), version) as file:
                 _copy(stored, file, url, stored.size)

@@ -245,10 +245,10 @@ def _joined(
     members = collections.defaultdict[str, list[tar_files.Member]](list)
     for member in tar_files.members(tar, Inventory()):
         members[tar_files.split(member.name)[0]].append(member)
-    with storage.open_file(tar) as file:
-        for stem, files in members.items():
-            suffixes = [tar_files.split(member.name)[1] for member in files]
-            if len(set(suffixes)) < len(files):
+    with files.path(tar).open("rb") as file:
+        for stem, group in members.items():
+            suffixes = [tar_files.split(member.name)[1] for member in group]
+            if len(set(suffixes)) < len(group):
                 counts["duplicate_key"] += 1
                 continue
             names = (f"{path.name}/{stem}", f"{path.stem}/{stem}", stem)
@@ -257,7 +257,7 @@ def _joined(
                 counts["no_embedding"] += 1
                 continue
             counts["merged"] += 1
-            read = {s: _contents(file, member) for s, member in zip(suffixes, files, strict=True)}
+            read = {s: _contents(file, member) for s, member in zip(suffixes, group, strict=True)}
             yield {tar_files.KEY: _raw(stem), **read, **_embedding(stored, place, key)}
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from PIL import Image
 
-from diffusion_jax.config.fields import Field
-from diffusion_jax.data import records, tars, transforms
+from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.data import decoding, records, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import settings_record, untrusted
 
 
@@ -69,7 +69,7 @@ def reshard(
             shard.
         engine: Distributes the shards of this process.
         size: The largest length of an image's shorter side in pixels. Larger images are shrunk (see
-            transforms.shrink). 0 copies all images unchanged.
+            decoding.shrink). 0 copies all images unchanged.
         pad: Whether to pad the images to squares. If so, `size` limits the longer side.
         fields: The numbers to write, into the JSON file of each record.
 
@@ -165,7 +165,7 @@ def _encode(
     image = record.image
     if size:
         try:
-            kind, image = "png", transforms.shrink(image, size, pad=pad)
+            kind, image = "png", decoding.shrink(image, size, pad=pad)
         except Unusable as error:
             return error.reason
     return {tars.KEY: f"{row:09}".encode(), kind: image, **records.write_text(record.text, numbers)}

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from diffusion_jax import files
-from diffusion_jax.config.fields import Field
-from diffusion_jax.data import captions, transforms
+from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.data import captions, decoding
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records, checked_numbers
 from diffusion_jax.files import sheets, sorted_tables, untrusted
@@ -27,6 +27,7 @@ _PART = 4096  # Records per file of intermediate counts.
 _HASHED = ("images", "texts")
 _ROW = np.dtype([("key", sorted_tables.KEY)])
 _NAMED = 20
+_SHOWN = 32  # Pictures on the sheet of samples.
 _WORD = re.compile(r"[^\W_]+")
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -216,10 +217,8 @@ def _report(
     }
 
 
-def sample_sheet(
-    records: Records, num: int = 32, seed: int = 0, size: int = 128
-) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return a contact sheet with the images and captions of `num` random records.
+def sample_sheet(records: Records, size: int = 128) -> UInt8[np.ndarray, "_ _ 3"]:
+    """Return a contact sheet with the images and captions of 32 random records.
 
     Each image is cropped to `size` x `size` pixels. Unusable records are left out.
 
@@ -227,19 +226,19 @@ def sample_sheet(
         ValueError: No drawn record is usable.
     """
     images, labels = [], []
-    for record in records.read(_draw(len(records), min(num, len(records)), seed)):
-        if isinstance(record.text, transforms.Unusable):
+    for record in records.read(_draw(len(records), min(_SHOWN, len(records)), 0)):
+        if isinstance(record.text, decoding.Unusable):
             continue
         try:
-            images.append(transforms.crop(record.image, (size, size)))
-        except transforms.Unusable:
+            images.append(decoding.crop(record.image, (size, size)))
+        except decoding.Unusable:
             continue
         text = captions.first(record.text)
         labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
         raise ValueError(
-            f"no sheet of samples can be drawn, because none of {num} random records has a usable "
-            "image and text: see the reasons in report.json"
+            f"no sheet of samples can be drawn, because none of {_SHOWN} random records has a "
+            "usable image and text: see the reasons in report.json"
         )
     return sheets.contact_sheet(np.stack(images), labels)
 
@@ -251,12 +250,12 @@ def _draw(length: int, num: int, seed: int) -> Sequence[int]:
 
 def _look(record: Record, fields: Sequence[Field]) -> _Facts:
     text = record.text
-    if isinstance(text, transforms.Unusable):
+    if isinstance(text, decoding.Unusable):
         return _Facts(text.reason, record.name)
     try:
-        transforms.crop(record.image, (64, 64))
+        decoding.crop(record.image, (64, 64))
         checked_numbers(record, fields)
-    except transforms.Unusable as error:
+    except decoding.Unusable as error:
         detail = str(error) if error.reason == "broken_number" else ""
         return _Facts(error.reason, record.name, detail)
     with untrusted.open_image(record.image) as image:

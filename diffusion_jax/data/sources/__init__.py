@@ -20,7 +20,7 @@ from typing import Any
 
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import engines, transforms
+from diffusion_jax.data import decoding, engines
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.records import Records
@@ -151,7 +151,7 @@ def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
             )
         return source
     crop = functools.partial(
-        transforms.crop,
+        decoding.crop,
         shape=(shapes.size, shapes.size),
         resize=data.resize,
         min_size=data.min_size,

@@ -19,13 +19,13 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax import files
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 SUFFIX = ".array_record"
@@ -34,7 +34,7 @@ _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessI
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the ArrayRecord files at a config's data.path as a list of records."""
-    return ArrayRecords(records.path_of(data), data.text, fields.read(data.fields))
+    return ArrayRecords(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
 class ArrayRecords(Records):

@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, tars
 from diffusion_jax.data.pictures import TaskShapes
@@ -21,7 +21,7 @@ SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes be
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open a config's data.path, a folder that Hugging Face's `save_to_disk` wrote."""
-    path, numbers = records.path_of(data), fields.read(data.fields)
+    path, numbers = records.path_of(data), picture_fields.read(data.fields)
     return Arrow(path, data.text, data.uncaptioned, numbers)
 
 
@@ -36,7 +36,7 @@ def open_any(data: Data, _: TaskShapes) -> Records:
         return open_source(data, _)
     return TableRecords(
         _load(place, split), path, data.text, uncaptioned=data.uncaptioned,
-        fields=fields.read(data.fields),
+        fields=picture_fields.read(data.fields),
     )  # fmt: skip
 
 

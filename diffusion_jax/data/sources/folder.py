@@ -9,21 +9,23 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt64
 
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, storage
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Alternative, Record, Records
 from diffusion_jax.data.sources import metadata
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the folder of image files at a config's data.path, with its texts."""
-    return Folder(records.path_of(data), data.text, data.uncaptioned, fields.read(data.fields))
+    return Folder(
+        records.path_of(data), data.text, data.uncaptioned, picture_fields.read(data.fields)
+    )
 
 
 class Folder(Records):

@@ -15,10 +15,10 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import captions, records, rows
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import TEXTS, Inventory
-from diffusion_jax.data.transforms import Unusable
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"

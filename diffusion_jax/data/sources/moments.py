@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax import files
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import settings_record, untrusted
 
 MANIFEST = "moments.json"
@@ -34,7 +34,13 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     _check_fields(data, find_manifest(path))
-    opened = data.text, data.uncaptioned, data.max_broken, SUFFIXES, fields.read(data.fields)
+    opened = (
+        data.text,
+        data.uncaptioned,
+        data.max_broken,
+        SUFFIXES,
+        picture_fields.read(data.fields),
+    )
     tars = WebDataset(path, *opened)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
 from diffusion_jax.data.pictures import TaskShapes
@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<Q")
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the TFDS split at a config's data.path, such as "NAME@train"."""
-    return Tfds(records.path_of(data), data.text, fields.read(data.fields))
+    return Tfds(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
 class Tfds(Records):
@@ -63,7 +63,7 @@ class Tfds(Records):
                 for feature, kind in builder.info.features.items()
                 if isinstance(kind, tfds.features.Image)
             )
-            decoders = {self._image: tfds.decode.SkipDecoding()}  # transforms.crop is faster.
+            decoders = {self._image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
             try:
                 self._rows: Any = builder.as_data_source(split, decoders=decoders)
             except NotImplementedError:  # TFDS has no random access to this format.

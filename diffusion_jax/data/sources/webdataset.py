@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt64
 
-from diffusion_jax.config import fields
-from diffusion_jax.config.fields import Field
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
 from diffusion_jax.data.inventory import Inventory
@@ -26,7 +26,7 @@ def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the webdataset tars at a config's data.path."""
     return WebDataset(
         records.path_of(data), data.text, data.uncaptioned, data.max_broken,
-        fields=fields.read(data.fields),
+        fields=picture_fields.read(data.fields),
     )  # fmt: skip
 
 

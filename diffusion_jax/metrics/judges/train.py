@@ -25,7 +25,7 @@ from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.split import Subset
 from diffusion_jax.logs.progress import Meter
-from diffusion_jax.metrics import accuracy, frechet, preprocess, table
+from diffusion_jax.metrics import accuracy, fid, preprocess, table
 from diffusion_jax.metrics.judges import judge
 from diffusion_jax.metrics.judges.judge import Judge, Pair
 from diffusion_jax.text import hashed
@@ -231,20 +231,18 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
     if other:
         sets["another style"] = _same_captions(other, trained)
     read = judge.reader(trained, captions)
-    real = frechet.reference(judge.vectors(trained, trained.reference.images))
+    real = fid.reference(judge.vectors(trained, trained.reference.images))
     return {name: scores(read, real, pair) for name, pair in sets.items()}
 
 
-def scores(
-    read: judge.ReadPictures, real: frechet.ReferenceFeatures, pair: Pair
-) -> dict[str, float]:
+def scores(read: judge.ReadPictures, real: fid.ReferenceFeatures, pair: Pair) -> dict[str, float]:
     """Compute fd_judge and r1_judge of the captioned images `pair`.
 
     Return {table column: value}, with the scores and the ends of their intervals, rounded to 4
     decimals. `read` is a function from judge.reader. `real` is the reference set of fd_judge.
     """
     vectors, right = read(*pair)
-    both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
+    both = {"fd_judge": fid.score(vectors, real), "r1_judge": accuracy.all_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 from diffusion_jax.config import shapes
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, pipeline, split
+from diffusion_jax.data.decoding import crop, size_of
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.data.transforms import crop, size_of
 from diffusion_jax.text import hashed
 
 SHAPES = ((16, 16), (8, 24), (24, 8))

@@ -9,12 +9,12 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, pipeline, prompts, sources, tars
 from diffusion_jax.data.captions import Captions
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.examples.digits import rendering as digits
 
 

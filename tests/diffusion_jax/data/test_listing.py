@@ -132,7 +132,7 @@ def test_a_listing_in_an_object_store_is_copied_instead_of_rebuilt(tmp_path, cac
         names = storage.walk("memory://listed", Inventory())
         (stored,) = (name for name in names if name.endswith(".index"))
         (copy,) = cache.glob("*.index")
-        assert storage.read(stored) == copy.read_bytes()
+        assert files.path(stored).read_bytes() == copy.read_bytes()
         copy.unlink()
         monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
         second = WebDataset("memory://listed", uncaptioned="drop")

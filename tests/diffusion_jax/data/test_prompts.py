@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data import prompts
 
 
@@ -166,7 +166,7 @@ def test_a_sample_larger_than_the_prompt_file_is_an_error(tmp_path):
 
 
 def test_columns_of_fields_are_numbers_of_the_prompts(tmp_path):
-    named = fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
+    named = picture_fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
     path = tmp_path / "prompts.csv"
     path.write_text("text,aesthetic,share\na,7,0.5\n,1,1\nb,,0.25\n")
     assert prompts.read(path) == ["a", "b"]

@@ -1,5 +1,6 @@
 """Compiled programs on disk. Damaged or swapped files are compiled again."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -52,6 +53,18 @@ def test_truncated_and_swapped_programs_are_compiled_again_and_replaced(tmp_path
     assert (values, hits) == ([4.0, 7.0], len(files) - 2)
     assert said.count("it is damaged or not of this program") == 2
     assert call(folder)[:2] == ([4.0, 7.0], len(files))
+
+
+def test_processes_that_fill_an_empty_cache_at_once_leave_whole_programs(tmp_path):
+    folder = tmp_path / "programs"
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        at_once = list(pool.map(call, [folder] * 3))
+    assert [values for values, *_ in at_once] == [[4.0, 7.0]] * 3
+    values, hits, said = call(folder)
+    assert (values, hits) == ([4.0, 7.0], len(list(folder.glob("*-sha256-cache"))))
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
+    warned = [text for *_, text in at_once if "damaged" in text or "Warning" in text]
+    assert not warned and "damaged" not in said
 
 
 class Memory:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.draw import sample_command
-from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.model import Model
 
 INPUTS = sample_command.Inputs(["a", "b"], ["a", "b"])
 

@@ -20,14 +20,15 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw import loaded, program
+from diffusion_jax.draw import model as draw_model
+from diffusion_jax.draw import program
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Point, Subject, Sweep
 from diffusion_jax.files import folder_lock, sheets
 from diffusion_jax.logs import events
-from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from diffusion_jax.metrics import extractors, features, fid, stats_files, weights
 from imagen_jax import cascade
 from tests import processes
 from tests.diffusion_jax import toy
@@ -150,8 +151,8 @@ def test_a_sweeps_score_matches_one_computed_from_its_pictures(one, inputs, tmp_
     taken = extractors.extract(
         toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
     )
-    reference = frechet.reference(features.gaussian(real_features()))
-    expected = frechet.distance(taken.stream.features(), reference)
+    reference = fid.reference(features.gaussian(real_features()))
+    expected = fid.distance(taken.stream.features(), reference)
     assert one[1][1]["fd_toy"] == pytest.approx(expected, rel=CLOSE)
 
 
@@ -248,15 +249,15 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
     taken = extractors.extract(
         toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh()
     )
-    reference = frechet.reference(features.gaussian(real_features()))
-    expected = frechet.distance(taken.stream.features(), reference)
+    reference = fid.reference(features.gaussian(real_features()))
+    expected = fid.distance(taken.stream.features(), reference)
     assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
     lines = curve.figure(sweep.read(out)).lines
     assert [line.name for line in lines] == ["small", "large"]
     assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
 
 
-class Named(loaded.Model):
+class Named(draw_model.Model):
     """Draws names instead of images: each stage's average and number of steps."""
 
     options = cascade.OPTIONS
@@ -291,7 +292,7 @@ def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch, 
         read.append((pathlib.Path(stage.workdir).name, ema, step))
         return stage._replace(ema=ema, step=step)
 
-    monkeypatch.setattr(loaded.stage_module, "with_weights", with_weights)
+    monkeypatch.setattr(draw_model.stage_module, "with_weights", with_weights)
     model = named_model(tmp_path, "base", "sr", "last")
     value = lambda ema, step=None: {"ema": ema, "checkpoint": step}
     weights = [[value("ema"), value("raw", 5)], [value("ema"), value("0.9", 7)]]

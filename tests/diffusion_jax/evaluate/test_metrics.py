@@ -15,7 +15,7 @@ from diffusion_jax.metrics import (
     clip_towers,
     extractors,
     features,
-    frechet,
+    fid,
     mmd,
     neighbours,
     stats_files,
@@ -97,7 +97,7 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     rows, embedded = stored["inception"], stored["clip_image"]
     normalised = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (real_clip, embedded)]
     expected = {
-        "fd_toy": frechet.frechet(rows, real),
+        "fd_toy": fid.frechet(rows, real),
         "kid_toy": mmd.kid(real, rows, size=22).mean,
         "precision_toy": neighbours.precision(rows, neighbours.RealFeatures(real)).value,
         "recall_toy": neighbours.recall(rows, neighbours.RealFeatures(real)).value,
@@ -143,9 +143,7 @@ def test_evaluation_metrics_selects_the_computed_metrics(inputs):
     scorer = make_scorer(inputs, PROMPTS, metrics=("clip_score", "fid_infinity"))
     features = scorer.features(images, PROMPTS)
     columns = scorers.columns(scorer.score(features))
-    value, residual = frechet.extrapolated(
-        features["inception"], frechet.reference(real_features())
-    )
+    value, residual = fid.extrapolated(features["inception"], fid.reference(real_features()))
     assert columns["fd_toy_infinity"] == value and columns["fd_toy_infinity_residual"] == residual
     assert columns.keys() >= {"clip_score", "clip_score_low"} and "fd_toy" not in columns
 

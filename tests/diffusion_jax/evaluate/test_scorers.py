@@ -8,7 +8,7 @@ from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.examples.digits.scorer import open_scorer
-from diffusion_jax.metrics import extractors, features, frechet, stats_files
+from diffusion_jax.metrics import extractors, features, fid, stats_files
 from diffusion_jax.train import scoring
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
@@ -46,7 +46,7 @@ def test_fd_digits_matches_the_distance_of_the_judges_features(judge):
     prompts = (digits.seen_prompts() * 15)[:4000]
     real = judges.fit_judge().features(judges.real_pictures(16, prompts))
     seen = features["digits"][: judge.cards["digits"]["images_seen"]]
-    expected = frechet.distance(seen, frechet.reference(real))
+    expected = fid.distance(seen, fid.reference(real))
     row = judge.score(features)["digits"]
     np.testing.assert_allclose(row["fd_digits"], expected, rtol=1e-9)
     noisy = images // 2 + np.random.default_rng(0).integers(0, 128, images.shape, np.uint8)
@@ -65,8 +65,8 @@ def test_sfid_fid_and_inception_score_match_the_features_of_one_pass(tmp_path, m
     names = ("fid", "sfid", "inception_score")
     scorer = scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
     row = scorer.score(scorer.features(images[6:], ["a"] * 6))["inception"]
-    assert row["fd_inception"] == pytest.approx(frechet.frechet(rows[6:, :4], parts[0]), rel=1e-4)
-    spatial = frechet.frechet(rows[6:, 4:5], parts[1])
+    assert row["fd_inception"] == pytest.approx(fid.frechet(rows[6:, :4], parts[0]), rel=1e-4)
+    spatial = fid.frechet(rows[6:, 4:5], parts[1])
     assert row["sfid_inception"] == pytest.approx(spatial, rel=1e-4)
     assert row["inception_score_inception"] == pytest.approx(1)  # With a single class, it is 1.
     stats_files.write(path, stats_files.Stats(parts[0], None, None, parts[1]))

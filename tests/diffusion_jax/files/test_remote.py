@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import files
+from diffusion_jax.data import records
 from diffusion_jax.exits import Busy
 from diffusion_jax.files import checksums, remote
 from diffusion_jax.files.folder_lock import FolderLock
@@ -93,7 +94,8 @@ def test_denied_access_to_s3_is_an_error_about_credentials(stores, monkeypatch):
 
 def test_denied_access_to_gs_is_an_error_about_credentials(stores):
     path = files.path("gs://locked/file")
-    for look in (path.read_bytes, path.is_file, path.exists):
+    as_data = lambda: records.check_exists([str(path)], "webdataset")
+    for look in (path.read_bytes, path.is_file, path.exists, as_data):
         with pytest.raises(OSError, match=r"gs://locked/file: .*check that the credentials"):
             look()
     with pytest.raises(ValueError, match=r"--out=gs://locked/file cannot be .*credentials"):

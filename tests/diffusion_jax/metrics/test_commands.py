@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.metrics import clip_score, clip_towers, extractors, frechet, mmd
+from diffusion_jax.metrics import clip_score, clip_towers, extractors, fid, mmd
 from diffusion_jax.metrics.clip_towers import ClipExtractors
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.metrics.running import run
@@ -34,7 +34,7 @@ def values(out):
 
 
 def test_fid_is_equal_for_folders_and_for_their_saved_statistics(run, tmp_path, sides):
-    expected = pytest.approx(frechet.frechet(*sides), rel=1e-4)
+    expected = pytest.approx(fid.frechet(*sides), rel=1e-4)
     code, out, _ = run("fid", tmp_path / "a", tmp_path / "b")
     assert (code, values(out)) == (0, {"fd_toy": expected})
     for name in "ab":
@@ -62,8 +62,8 @@ def test_spatial_adds_sfid_and_all_adds_the_inception_score(run, tmp_path, sides
     """The toy's six features: four of Inception, one spatial, one logit."""
     monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
     expected = {
-        "fd_inception": frechet.frechet(*(rows[:, :4] for rows in sides)),
-        "sfid_inception": frechet.frechet(*(rows[:, 4:5] for rows in sides)),
+        "fd_inception": fid.frechet(*(rows[:, :4] for rows in sides)),
+        "sfid_inception": fid.frechet(*(rows[:, 4:5] for rows in sides)),
     }
     for name in "ab":
         arguments = f"--images={tmp_path / name}", f"--out={tmp_path / name}.npz", "--spatial"
@@ -83,7 +83,7 @@ def test_old_statistics_without_a_card_require_the_flag_mode(run, tmp_path, side
     code, _, err = run("fid", tmp_path / "c.npz", tmp_path / "b")
     assert code == 2 and "c.npz has no card that names the preprocessing: set --mode to" in err
     code, out, _ = run("fid", tmp_path / "c.npz", tmp_path / "b", "--mode=tf")
-    assert (code, values(out)["fd_toy"]) == (0, pytest.approx(frechet.frechet(*sides), rel=1e-4))
+    assert (code, values(out)["fd_toy"]) == (0, pytest.approx(fid.frechet(*sides), rel=1e-4))
 
 
 def test_fid_all_is_an_error_if_statistics_hold_no_features(run, tmp_path, sides):

@@ -18,7 +18,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.metrics import (
     features,
-    frechet,
+    fid,
     inception,
     inception_weights,
     preprocess,
@@ -112,7 +112,7 @@ def test_a_scorers_fid_matches_pytorch_fids_features(reference, tmp_path):
     rows = scorer.features(reference["images_64"], ["a", "b"])
     row = scorer.score(rows)["inception"]
     theirs = reference["pytorch_2048"]
-    assert row["fd_inception"] == pytest.approx(frechet.frechet(theirs, real), rel=RELATIVE)
+    assert row["fd_inception"] == pytest.approx(fid.frechet(theirs, real), rel=RELATIVE)
     fields = {"n": 2, "image_size": "64x64", "reference": "real.npz, n 3", "official": False}
     assert scorer.cards["inception"].items() >= (card | fields).items()
 

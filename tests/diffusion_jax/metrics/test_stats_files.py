@@ -79,7 +79,8 @@ def test_statistics_of_another_extractor_are_an_error(change, message):
     [
         ({"mu": np.zeros(3)}, r"must hold mu \[D\] and sigma \[D, D\], but holds .*mu \(3,\)"),
         ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"but holds mu \(3,\), sigma \(4, 4\)"),
-        ({"mu": np.full(3, np.nan), "sigma": np.eye(3)}, "holds values that are not finite"),
+        ({"mu": np.array([0, np.nan, 0]), "sigma": np.eye(3)}, "holds values that are not finite"),
+        ({"mu": np.zeros(3), "sigma": np.diag([1, np.inf, 1])}, "holds values that are not finite"),
         ({"mu": np.array([{}])}, "cannot read .*: ValueError: it holds Python objects"),
     ],
 )

@@ -1,5 +1,6 @@
 """The page as one file, which a real browser shows without a server."""
 
+import base64
 import io
 import json
 import re
@@ -212,6 +213,32 @@ def test_of_many_sample_sheets_a_subset_from_first_to_last_is_included(tmp_path)
     assert [step for step, _ in run["samples"]] == [*range(1, 41, 4), 40]
     live = results.training({"a": [str(tmp_path)]}, str)["runs"][0]["samples"]
     assert [step for step, _ in live] == list(range(1, 41))
+
+
+def test_large_pictures_are_small_copies_that_link_to_the_files_of_the_runs(
+    tmp_path, show, monkeypatch
+):
+    run = tmp_path / "a run#1"
+    path = run / "samples" / "step_00000040.png"
+    path.parent.mkdir(parents=True)
+    (run / run_log.METRICS).write_text(run_log.metrics_line(40, {"loss": 1.0}))
+    noise = np.random.default_rng(0).integers(0, 256, (500, 2000, 3), np.uint8)
+    sheets.write_png(path, noise)
+    (path.parent / "step_00000020.png").write_bytes(b"damaged")
+    whole = frozen.page([run], folder=tmp_path)
+    monkeypatch.setattr(frozen, "_MAX_BYTES", 2**20)
+    page = frozen.page([run], folder=tmp_path)
+    assert len(whole) > 3e6 and len(page) < 2**18
+    (one,) = embedded(page)["/api/training"]["runs"]
+    copy, _, name = one["samples"][1][1].partition("#")
+    content = base64.b64decode(copy.removeprefix("data:image/jpeg;base64,"))
+    small = Image.open(io.BytesIO(content))
+    assert (small.size, name) == ((640, 160), "a%20run%231/samples/step_00000040.png")
+    assert abs(np.asarray(small).mean() - noise.mean()) < 2  # JPEG rounds by a few grey levels.
+    link = show(page, "training").locator("#over-time a")
+    assert link.evaluate("a => a.href") == path.as_uri()
+    image = link.locator("img")
+    assert image.evaluate("i => [i.naturalWidth, i.naturalHeight]") == [640, 160]
 
 
 def test_the_file_has_no_links_and_escapes_html(run):

@@ -16,8 +16,8 @@ from PIL import Image
 
 from configs import quickstart
 from diffusion_jax import runs
-from diffusion_jax.draw import loaded
-from diffusion_jax.draw.loaded import Enlarger
+from diffusion_jax.draw import model as draw_model
+from diffusion_jax.draw.model import Enlarger
 from diffusion_jax.text import vocabulary
 from diffusion_jax.web import server
 from imagen_jax import cascade
@@ -31,7 +31,7 @@ expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]
 
 
-class Quick(loaded.Model):
+class Quick(draw_model.Model):
     """A model whose pixels equal the seed, or the input picture."""
 
     def __init__(self, *workdirs):

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import math
@@ -9,14 +10,15 @@ import re
 import shlex
 import threading
 import time
+import tracemalloc
 import types
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.draw import loaded
-from diffusion_jax.draw.loaded import Cancelled
+from diffusion_jax.draw import model as draw_model
+from diffusion_jax.draw.model import Cancelled
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.logs import run_log
 from diffusion_jax.metrics.cards import Scored
@@ -30,7 +32,7 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Model):
+class Slow(draw_model.Model):
     """A model whose pixels equal the seed. A test releases each of its steps."""
 
     enlarger = None
@@ -162,6 +164,47 @@ def test_the_number_of_waiting_jobs_is_limited(site, slow):
     for job in site.queue.jobs.values():
         site.queue.cancel(job)
     slow.go.release(2)
+
+
+def test_ten_thousand_jobs_leave_a_short_queue(site, slow):
+    """At most 16 jobs wait and 200 are listed, however many are requested."""
+    picture = lambda n: server.Picture("slow", "a", n, ())
+    first = site.queue.add([picture(0)])
+    wait_for(lambda: first.state == "drawing")
+    waiting = [site.queue.add([picture(n)]) for n in range(jobs.WAITING)]
+    for n in range(10_000):
+        with pytest.raises(jobs.Full):
+            site.queue.add([picture(n)])
+    assert site.queue.ahead(waiting[-1]) == jobs.WAITING
+    for n in range(10_000):
+        site.queue.cancel(waiting.pop())
+        waiting.append(site.queue.add([picture(n)]))
+        assert len(site.queue.jobs) <= jobs._MAX_JOBS
+    assert site.queue.ahead(waiting[-1]) == jobs.WAITING
+    for job in (first, *waiting):
+        site.queue.cancel(job)
+    slow.go.release(4)
+
+
+def test_an_hour_of_polling_takes_no_memory(tmp_path, slow):
+    """A tab asks every three seconds. A leaked copy of this run's curve would take 30 kB."""
+    lines = [run_log.metrics_line(step, {"loss": 1 / step}) for step in range(1, 401)]
+    (tmp_path / run_log.METRICS).write_text("".join(lines))
+    app = server.app(server.Site("imagen_jax", {"slow": slow}, {"slow": [str(tmp_path)]}), HOSTS)
+
+    def poll(count):
+        for _ in range(count):
+            status, _, content = ask(app, "/api/training")
+            assert status == 200 and len(json.loads(content)["runs"][0]["curves"]["loss"]) == 400
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = poll(20)
+        assert poll(1200) - before < 1200 * 100
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_job_that_no_page_watches_is_cancelled(site, slow):

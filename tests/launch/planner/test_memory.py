@@ -154,3 +154,17 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
     assert summed == pytest.approx(sent["all-reduce"], rel=0.02 if sizes[2] == 1 else 0.06)
     if sizes[2] == 1:
         assert model_sent["all-gather"] == pytest.approx(sent["all-gather"], rel=0.05)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(21, 0), (22, 1), (25, 2), (27, 3), (28, 12)])
+def test_the_largest_micro_batch_divides_the_share_of_a_device_and_fits(
+    monkeypatch, limit, expected
+):
+    """A device's share is 12 pictures of 2 bytes. Several passes take 16 bytes for gradients."""
+    need = lambda traced, mesh, samples, passes: memory.Bytes(
+        parameters=4, optimizer=0, ema=0, frozen=0, batch=0,
+        temporary=2 * samples + 16 * (passes > 1),
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "bytes_per_device", need)
+    mesh = jax.sharding.AbstractMesh((1, 2, 1), sharding.AXES)
+    assert memory.largest_micro_batch(None, mesh, 24, limit) == expected

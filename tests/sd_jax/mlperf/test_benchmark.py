@@ -7,7 +7,7 @@ import pytest
 
 from configs import sd2_mlperf
 from diffusion_jax.devices import sharding
-from diffusion_jax.metrics import clip_towers, extractors, frechet
+from diffusion_jax.metrics import clip_towers, extractors, fid
 from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.metrics.features import Gaussian
 from diffusion_jax.task import Task
@@ -42,7 +42,7 @@ def judge():
     real = Gaussian(np.array([90.0, 90, 90]), np.eye(3), 100)
     tokenize = lambda texts: np.zeros((len(texts), 1), np.int32)
     return EvaluationInputs(
-        CAPTIONS, frechet.reference(real), inception, ClipExtractors(image, text, tokenize)
+        CAPTIONS, fid.reference(real), inception, ClipExtractors(image, text, tokenize)
     )
 
 

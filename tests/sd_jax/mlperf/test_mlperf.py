@@ -12,7 +12,7 @@ import pytest
 from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
 
-from diffusion_jax.metrics import frechet, stats_files
+from diffusion_jax.metrics import fid, stats_files
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.weights import restore
 from sd_jax.mlperf import convergence, mllog
@@ -131,12 +131,12 @@ def test_the_result_logs_settings_blocks_and_evaluations(whole):
 @pytest.mark.gate
 @pytest.mark.slow
 def test_scores_are_computed_from_one_image_per_caption(whole, folder):
-    real = frechet.reference(stats_files.read(folder / "reference.npz").gaussian)
+    real = fid.reference(stats_files.read(folder / "reference.npz").gaussian)
     for samples, scores in convergence.read(whole / "result.txt").evaluations.items():
         rows = features(whole, samples // BATCH)
         assert rows["inception"].shape == (CAPTIONS, 3)
         assert len(np.unique(rows["inception"], axis=0)) == CAPTIONS
-        assert scores["FID"] == frechet.distance(gaussian(rows["inception"]), real)
+        assert scores["FID"] == fid.distance(gaussian(rows["inception"]), real)
         assert scores["CLIP"] == rows["clip"].mean()
 
 

@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
-from diffusion_jax.data.transforms import Unusable
 
 
 def write(path, *records):

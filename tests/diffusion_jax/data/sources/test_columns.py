@@ -9,12 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data.captions import Captions
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Arrow, TableRecords
 from diffusion_jax.data.sources.tfds import Tfds
-from diffusion_jax.data.transforms import Unusable
 
 
 def write_arrow(path, images, texts):
@@ -221,7 +221,7 @@ def test_the_number_of_a_tfds_example_is_one_of_its_features(prepared, tmp_path)
         example.features.feature["score"].float_list.value.append(n / 2)
         messages.append(example.SerializeToString())
     write_messages(next(folder.glob("*array_record*")), messages)
-    records = Tfds(f"{folder}@train", fields=fields.read(("score=0..10",)))
+    records = Tfds(f"{folder}@train", fields=picture_fields.read(("score=0..10",)))
     assert [record.numbers["score"] for record in records.read([2, 0])] == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"no feature 'taste': it has .*\. Set data\.fields"):
-        Tfds(f"{folder}@train", fields=fields.read(("taste",)))
+        Tfds(f"{folder}@train", fields=picture_fields.read(("taste",)))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import guess
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import suffix_of
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.examples.digits import rendering as digits
 
 

@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.data.captions import Captions
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.data.transforms import Unusable
 
 
 def images(root, *names):

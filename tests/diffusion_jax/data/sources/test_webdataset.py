@@ -17,10 +17,10 @@ import pytest
 
 from diffusion_jax import files
 from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import webdataset
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.examples.digits import rendering as digits
 
 

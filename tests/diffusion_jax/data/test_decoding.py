@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from diffusion_jax.data.transforms import Unusable, crop, size_of
+from diffusion_jax.data.decoding import Unusable, crop, size_of
 from diffusion_jax.files import rgb, untrusted
 
 

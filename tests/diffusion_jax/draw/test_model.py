@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from diffusion_jax.draw import loaded
+from diffusion_jax.draw import model as draw_model
 from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
 
@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
         read.append((ema, step))
         return stage._replace(ema=ema, step=step)
 
-    monkeypatch.setattr(loaded.stage_module, "with_weights", with_weights)
+    monkeypatch.setattr(draw_model.stage_module, "with_weights", with_weights)
     return model, read
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.data import pipeline, tars
 from diffusion_jax.data.prepare import reshard, validate
@@ -152,7 +152,7 @@ def test_aspect_buckets_keep_the_numbers_with_their_pictures(tmp_path):
 @pytest.mark.parametrize("format", ["webdataset", "arrayrecord"])
 def test_reshard_writes_the_numbers(forms, tmp_path, format):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
-    named = fields.read(data.fields)
+    named = picture_fields.read(data.fields)
     written = reshard.reshard(
         open_records(data), tmp_path, num=4, format=format, identity={}, fields=named
     )
@@ -227,7 +227,7 @@ def test_a_record_with_a_damaged_number_is_counted_and_replaced(forms, tmp_path)
         for _ in range(2):
             check(next(batches))
         assert batches.skipped() == {"broken_number": 1}
-    report = validate.validate(open_records(data), fields=fields.read(data.fields))
+    report = validate.validate(open_records(data), fields=picture_fields.read(data.fields))
     assert report["unusable"] == {"broken_number": 1}
     assert "3.png: broken_number: the field score is missing" in report["unusable_first"][0]
 
@@ -249,7 +249,7 @@ def test_rows_of_one_image_must_agree_in_their_number(tmp_path):
 
 
 def test_the_text_of_a_field_gives_its_name_place_and_range():
-    read = fields.read(("aesthetic=0..10", "csv:meta/year=-50..2030.5", "share"))
+    read = picture_fields.read(("aesthetic=0..10", "csv:meta/year=-50..2030.5", "share"))
     assert read == (
         ("", "aesthetic", 0, 10), ("csv", "meta/year", -50, 2030.5), ("", "share", 0, 1)
     )  # fmt: skip
@@ -261,9 +261,9 @@ def test_the_text_of_a_field_gives_its_name_place_and_range():
 )
 def test_a_malformed_field_is_an_error(text):
     with pytest.raises(ValueError, match=r"data\.fields holds .*: write NAME=LOW\.\.HIGH"):
-        fields.read((text,))
+        picture_fields.read((text,))
 
 
 def test_two_fields_with_one_name_are_an_error():
     with pytest.raises(ValueError, match="several fields 'a b': give each its own name"):
-        fields.read(("a b", "a_b"))
+        picture_fields.read(("a b", "a_b"))

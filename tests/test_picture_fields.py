@@ -12,7 +12,7 @@ import imagen_jax.train
 import sd_jax.train
 from configs import quickstart
 from diffusion_jax import heldout, runs
-from diffusion_jax.config import fields
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
@@ -211,11 +211,11 @@ def test_invalid_scores_for_sampling_are_errors(folder, system, text, message):
 
 
 def test_one_text_can_set_several_fields():
-    named = fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
-    assert fields.values(named, " year = 1950.5, aesthetic=7 ") == {
+    named = picture_fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
+    assert picture_fields.values(named, " year = 1950.5, aesthetic=7 ") == {
         "field_year": 1950.5, "field_aesthetic": 7
     }  # fmt: skip
-    assert fields.values(named, "") == {}
+    assert picture_fields.values(named, "") == {}
 
 
 def test_the_planner_counts_the_parameters_of_a_named_field(folder):

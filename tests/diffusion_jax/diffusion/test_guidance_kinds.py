@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import guidance, guides, precond
+from diffusion_jax.diffusion import guidance, guidance_kinds, precond
 from sd_jax.settings import Sampler
 
 SAVED = dict(np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "guiders.npz"))
@@ -49,7 +49,7 @@ def settings(guiding):
 
 def ours(guiding, step):
     """Return this project's guided prediction of a step, from the same predictions."""
-    model = guides.GuidedModel(V, LEVELS)
+    model = guidance_kinds.GuidedModel(V, LEVELS)
     x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
     d = {
@@ -83,13 +83,13 @@ def test_guided_predictions_match_the_installed_diffusers(guiding):
 def test_kinds_listed_as_plain_at_1_equal_the_conditional_model_at_guidance_1(guiding):
     x = jnp.asarray(SAVED["x"])
     d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}
-    guide = guidance.make(settings(guiding), guides.GuidedModel(V, LEVELS))
+    guide = guidance.make(settings(guiding), guidance_kinds.GuidedModel(V, LEVELS))
     np.testing.assert_allclose(guide.combine(d, x, jnp.full(len(x), 0.5), 1.0), x, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["apg", "cfg_zero", "tcfg", "fdg"])
 def test_perp_neg_is_rejected_before_kinds_that_use_the_negative_text(name):
-    model = guides.GuidedModel(V, LEVELS)
+    model = guidance_kinds.GuidedModel(V, LEVELS)
     guidance.make(settings(f"{name}+perp_neg"), model)
     with pytest.raises(ValueError, match=rf"which perp_neg leads away: write {name}\+perp_neg"):
         guidance.make(settings(f"perp_neg+{name}"), model)
@@ -97,6 +97,6 @@ def test_perp_neg_is_rejected_before_kinds_that_use_the_negative_text(name):
 
 def test_low_frequencies_keeps_a_constant_and_removes_a_checkerboard():
     constant, alternating = jnp.ones((1, 7, 6, 1)), jnp.array([1.0, -1.0])
-    np.testing.assert_allclose(guides.low_frequencies(constant), constant, rtol=1e-6)
+    np.testing.assert_allclose(guidance_kinds.low_frequencies(constant), constant, rtol=1e-6)
     board = alternating[jnp.indices((8, 8)).sum(0) % 2][None, ..., None]
-    np.testing.assert_allclose(guides.low_frequencies(board), 0, atol=1e-6)
+    np.testing.assert_allclose(guidance_kinds.low_frequencies(board), 0, atol=1e-6)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from diffusion_jax.config.fields import PREFIX, Field, arrays
+from diffusion_jax.config.picture_fields import PREFIX, Field, arrays
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import dense
 
