@@ -43,8 +43,8 @@ class StableDiffusion(Model):
 
     options = OPTIONS
     any_shape = True
-    lora_files: Sequence[str] = ()
-    """The LoRA files that are merged into the model."""
+    file: File = NO_FACTS
+    """The settings with which a model that was trained elsewhere was opened."""
 
     def tokenize(self, stage: Stage, prompts: Sequence[Any]) -> Texts:
         """Return the tokens of prompts, and those of the negative prompt in the settings."""
@@ -80,7 +80,7 @@ class StableDiffusion(Model):
         if self.strengths and self.strengths[0] < 1:
             p = p._replace(strength=self.strengths[0])
             card |= {"strength": p.strength, "steps_taken": p.steps_taken}
-        return card | ({"lora": self.lora_files} if self.lora_files else {})
+        return card | describe_additions(self.file)
 
 
 def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) -> StableDiffusion:
@@ -114,8 +114,14 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
             f"{path} does not exist: name the workdir of a run, a diffusers directory or a file"
         )
     model = StableDiffusion([stage], [typed])
-    model.lora_files = file.lora or ()
+    model.file = file
     return model
+
+
+def describe_additions(file: File) -> dict[str, list[str]]:
+    """Return metadata of a model: the LoRA files and embeddings that are added to it, if any."""
+    paths = {"lora": file.lora, "embedding": file.embedding}
+    return {name: list(of_kind) for name, of_kind in paths.items() if of_kind}
 
 
 def describe_guidance(stage: Stage) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def open_model(
             for this model.
     """
     chosen = evaluation.with_weights([[values] for values in points], [[{"ema": ema}]])
-    described = {"lora": list(file.lora)} if file.lora else {}
+    described = drawing.describe_additions(file)
     return _subject(drawing.load(path, file=file, **chosen[0][0]), described, "", chosen)
 
 

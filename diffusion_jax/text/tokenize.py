@@ -8,11 +8,12 @@ import gzip
 import html
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 from diffusion_jax.weights import pretrained
 
@@ -56,6 +57,23 @@ class TextTokenizer:
         self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
         self.begin, self.end, self.pad = begin, end, pad
         self._unknown = tokenizer.token_to_id(unknown)
+
+    def add_words(self, counts: Mapping[str, int]) -> list[int]:
+        """Add words that consist of several new tokens each; return the ids of these tokens.
+
+        Upper and lower case are the same. No other thread may use the tokenizer meanwhile.
+        """
+        counts = {word.lower(): count for word, count in counts.items()}
+        names = {word: [f"<{word} {n}>" for n in range(count)] for word, count in counts.items()}
+        tokens = [name for of_word in names.values() for name in of_word]
+        self._tokenizer.add_tokens([AddedToken(name, normalized=False) for name in tokens])
+        # Longer words first, and no parts of words: "cat" is not in "category".
+        longest = sorted(map(re.escape, names), key=len, reverse=True)
+        pattern = re.compile(rf"(?<!\w)({'|'.join(longest)})(?!\w)", re.IGNORECASE)
+        clean, in_tokens = self._clean, lambda match: " ".join(names[match[0].lower()])
+        self._clean = lambda text: pattern.sub(in_tokens, clean(text))
+        ids = self._tokenizer.get_vocab()
+        return [ids[name] for name in tokens]
 
     @property
     def vocab_size(self) -> int:

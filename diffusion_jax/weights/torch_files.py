@@ -250,8 +250,9 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
     """Return the tensors in a checkpoint's state dict, keyed by name. Leave out other values."""
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+    for key in ("state_dict", "string_to_param"):  # The second is textual inversion's.
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
     values = content.items() if isinstance(content, Mapping) else ()
     tensors = {name: value for name, value in values if isinstance(value, _Tensor)}
     if not tensors:

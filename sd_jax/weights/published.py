@@ -13,14 +13,15 @@ from diffusion_jax import files
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import check_fits, make_programs
 from diffusion_jax.draw.stage import Stage
-from diffusion_jax.text import TextEncoder, clip
+from diffusion_jax.text import clip
+from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, lora_files, schedulers
+from sd_jax.weights import checkpoints, embedding_files, lora_files, schedulers
 from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import read_vae
@@ -51,6 +52,8 @@ class File(NamedTuple):
     """Path of LDM's yaml config, for a model in a single file (see ldm_config.py)."""
     lora: Sequence[str] | None = None
     """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files.py)."""
+    embedding: Sequence[str] | None = None
+    """Files of textual inversion, whose words the prompts may contain (see embedding_files.py)."""
 
 
 NO_FACTS = File()
@@ -84,7 +87,10 @@ def load_stage(
         tokenizer = files.local(file.tokenizer)
     elif text_weights:
         tokenizer = pretrained.locate(text_weights)
-    encoder = _encoder(path, text, tokenizer, unet.text_width, p.unet.dtype)
+    opened_tokenizer = _tokenizer(path, text, tokenizer, unet.text_width)
+    text = embedding_files.apply(file.embedding or (), text, opened_tokenizer)
+    tower = text.tower.clone(dtype=p.unet.dtype)
+    encoder = clip.of_tower(tower, (), opened_tokenizer, tower.max_tokens)
 
     # The sampler.
     settings_with = lambda changes: p._replace(
@@ -197,10 +203,10 @@ def _sampler(
     return sampler._replace(**chosen)
 
 
-def _encoder(
-    path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int, dtype: DTypeLike
-) -> TextEncoder:
-    """Return a TextEncoder without weights, with the tokenizer in the folder `tokenizer`.
+def _tokenizer(
+    path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int
+) -> TextTokenizer:
+    """Return the tokenizer in the folder `tokenizer`.
 
     Raises ValueError if there is no tokenizer, or if the text encoder's width is not `width`, the
     width of the text that the UNet attends to.
@@ -215,8 +221,7 @@ def _encoder(
             f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
             "and merges.txt"
         )
-    opened = clip.open_tokenizer(tokenizer, text.pads_with_0)
-    return clip.of_tower(text.tower.clone(dtype=dtype), (), opened, text.tower.max_tokens)
+    return clip.open_tokenizer(tokenizer, text.pads_with_0)
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:

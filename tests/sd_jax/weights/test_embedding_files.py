@@ -1,0 +1,104 @@
+"""Embeddings of textual inversion become words of prompts, and wrong files are errors."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax.text import clip, embed
+from diffusion_jax.weights import torch_weights
+from sd_jax import drawing
+from sd_jax.weights import checkpoints, embedding_files
+from tests.diffusion_jax.weights import torch_writer
+
+WIDTH = 24
+
+
+@pytest.fixture
+def part(published):
+    return checkpoints.load(published / "d").text
+
+
+@pytest.fixture
+def tokenizer(published):
+    return clip.open_tokenizer(published / "d" / "tokenizer", False)
+
+
+def rows(part, tokenizer, text):
+    """Return the vectors of a text's tokens."""
+    table = np.asarray(part.params["params"]["token_embedding"])
+    return table[tokenizer.split([text])[0]]
+
+
+def encoded(part, tokenizer, text):
+    encoder = clip.of_tower(part.tower, jax.tree.map(np.asarray, part.params), tokenizer, 16)
+    return np.asarray(embed(encoder, [text])[0])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_embedding_acts_like_the_tokens_whose_vectors_it_holds(
+    part, tokenizer, tmp_path, suffix
+):
+    path = tmp_path / f"learned_embeds.{suffix}"
+    write = torch_weights.write if suffix == "safetensors" else torch_writer.save
+    write(path, {"<Cat>": rows(part, tokenizer, "c d e")})
+    torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": rows(part, tokenizer, "f")})
+    expected = [encoded(part, tokenizer, t) for t in ("a c d e b", "f f", "a firefox")]
+    added = embedding_files.apply([str(path), str(tmp_path / "fox.safetensors")], part, tokenizer)
+    for text, of_tokens in zip(("a <cat> b", "fox FOX", "a firefox"), expected, strict=True):
+        np.testing.assert_array_equal(encoded(added, tokenizer, text), of_tokens)
+    assert np.abs(encoded(part, tokenizer, "a c d e b") - encoded(part, tokenizer, "a")).max() > 0.1
+
+
+def test_a_file_of_the_web_ui_is_read_without_executing_its_pickle():
+    """The fixture was written by torch, with the entries of the web UI."""
+    word, vectors = embedding_files.read(pathlib.Path("tests/fixtures/fox-style.pt"))
+    assert word == "fox-style"
+    np.testing.assert_array_equal(vectors, np.arange(6, dtype=np.float32).reshape(2, 3) / 4)
+
+
+def test_a_single_vector_may_lack_the_axis_of_tokens(tmp_path):
+    torch_weights.write(tmp_path / "a.safetensors", {"<cat>": np.ones(WIDTH, np.float32)})
+    assert embedding_files.read(tmp_path / "a.safetensors").vectors.shape == (1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"clip_g": (1, 8), "clip_l": (1, 8)}, "is an embedding for SDXL, which is not supported"),
+        ({"a": (1, WIDTH), "b": (1, WIDTH)}, "because it holds 2 arrays, such as a, b, instead"),
+        ({"a": (1, 2, WIDTH)}, "is not a textual inversion embedding, because it holds 1 arrays"),
+        ({"a": (1, 8)}, "has vectors of width 8, but the model's text encoder has width 24"),
+    ],
+)
+def test_files_without_an_embedding_for_the_model_are_errors(
+    part, tokenizer, tmp_path, arrays, message
+):
+    path = tmp_path / "a.safetensors"
+    torch_weights.write(path, {name: np.ones(shape, "f4") for name, shape in arrays.items()})
+    with pytest.raises(ValueError, match=message):
+        embedding_files.apply([str(path)], part, tokenizer)
+
+
+def test_two_embeddings_of_one_word_and_infinite_vectors_are_errors(part, tokenizer, tmp_path):
+    path = tmp_path / "a.safetensors"
+    torch_weights.write(path, {"<cat>": np.ones((1, WIDTH), np.float32)})
+    with pytest.raises(ValueError, match="another file has the word '<cat>': keep one"):
+        embedding_files.apply([str(path), str(path)], part, tokenizer)
+    torch_weights.write(path, {"<cat>": np.full((1, WIDTH), np.inf, np.float32)})
+    with pytest.raises(ValueError, match="1 of 1 arrays hold NaN or infinite values"):
+        embedding_files.read(path)
+
+
+def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
+    path = str(tmp_path / "fox.safetensors")
+    torch_weights.write(path, {"emb_params": vectors})
+    values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
+    model = drawing.load(published / "d", file=drawing.File(embedding=[path]), **values)
+    plain = drawing.load(published / "d", **values)
+    fox, cat = (m.draw("fox").images.astype(int) for m in (model, plain))
+    assert np.abs(fox - cat).max() > 2
+    np.testing.assert_allclose(model.draw("a").images, plain.draw("a").images, atol=1)
+    assert model.card()["embedding"] == [path] and "embedding" not in plain.card()
