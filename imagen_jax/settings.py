@@ -70,6 +70,12 @@ class Sampler(groups.Sampler):
     diffusion_jax/diffusion/guidance.py.
     """
 
+    height: ranges.WholeNumber = 0
+    """The height of the images that a base model draws, in pixels; 0 for the training size. A
+    super-resolution model ignores it and keeps the aspect ratio of the small image."""
+    width: ranges.WholeNumber = 0
+    """The width of the images that a base model draws, in pixels; 0 for the training size. A
+    super-resolution model ignores it and keeps the aspect ratio of the small image."""
     threshold: ThresholdName = "dynamic"
     """How predicted images are limited to valid colours at each step: "static" clips them,
     "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""

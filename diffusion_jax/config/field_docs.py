@@ -42,7 +42,7 @@ def sentences(kind: type) -> dict[str, str]:
     """Map each field of a class, including inherited ones, to the string that follows the field."""
     found = {}
     for base in reversed(kind.__mro__):
-        if "__annotations__" in vars(base):
+        if inspect.get_annotations(base):
             found |= _strings(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 from absl import logging
 
 VERSION = 6
@@ -41,18 +42,23 @@ class Change(NamedTuple):
     """Maps old values to new values, for a field that keeps its name. Other values stay."""
     convert: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """Computes the new field's value from the old value and the config. None: it is equal."""
+    value: str = ""
+    """With `convert`, what the new field's value is, for users who convert a config by hand."""
 
 
 def _micro_batch(passes: int, config: Mapping[str, Any]) -> int:
     """Return the optimizer.micro_batch that divides a step into `passes` passes.
 
-    A mesh axis of size -1 counts as 1, because its size depends on the devices of the run.
+    A mesh axis of size -1 is filled with the devices of this machine.
     """
-    if passes == 1:
-        return config["optimizer"].get("micro_batch", 0)
-    mesh = config.get("mesh", {})
-    devices = math.prod(max(1, mesh.get(axis, 1)) for axis in ("replica", "fsdp"))
-    micro_batch = max(1, config["batch_size"] // (passes * devices))
+    micro_batch = config["optimizer"].get("micro_batch", 0)
+    if passes == 1 or micro_batch:
+        return micro_batch
+    mesh = {"replica": 1, "fsdp": -1, "tensor": 1} | config.get("mesh", {})
+    sizes = [mesh["replica"], mesh["fsdp"], mesh["tensor"]]
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = max(1, jax.device_count() // -math.prod(sizes))
+    micro_batch = max(1, config["batch_size"] // (passes * math.prod(sizes[:2])))
     logging.warning("optimizer.accumulate=%d is now optimizer.micro_batch=%d", passes, micro_batch)
     return micro_batch
 
@@ -65,14 +71,15 @@ CHANGES: tuple[Change, ...] = (
     Change(4, "vae.image_channels", learned=(3,)),
     Change(4, "vae.query_chunk"),
     Change(5, "diffusion.precond", "diffusion.predicts"),
-    Change(6, "optimizer.accumulate", "optimizer.micro_batch", convert=_micro_batch),
+    Change(6, "optimizer.accumulate", "optimizer.micro_batch", convert=_micro_batch,
+           value="batch_size / passes / devices"),
 )
 
 
 def renamed(field: str) -> str:
     """Return the new name of a config field that was renamed, or "" for other fields."""
-    change = next((change for change in CHANGES if change.field == field), None)
-    return change.renamed + ", with another meaning" * bool(change.convert) if change else ""
+    change = next((change for change in CHANGES if change.field == field), Change(0, ""))
+    return f"{change.renamed} = {change.value}" if change.value else change.renamed
 
 
 def upgrade(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +117,13 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
             )
         if change.renamed:
             group, _, field = change.renamed.rpartition(".")
-            new = change.convert(value, config) if change.convert else value
+            try:
+                new = change.convert(value, config) if change.convert else value
+            except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+                raise ValueError(
+                    f"{change.field} {value!r} cannot become {change.renamed}, because this config "
+                    f"is damaged ({type(error).__name__}: {error})"
+                ) from error
             (config.setdefault(group, {}) if group else config)[field] = new
     if version < 3:
         _rename_mixed_sources(config)

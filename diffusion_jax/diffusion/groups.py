@@ -68,11 +68,9 @@ class Sampler(Group):
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     prediction without a text."""
     height: ranges.WholeNumber = 0
-    """The height of the images in pixels; 0 for the training size. A super-resolution model ignores
-    it and keeps the aspect ratio of the small image."""
+    """The height of the images in pixels; 0 for the training size."""
     width: ranges.WholeNumber = 0
-    """The width of the images in pixels; 0 for the training size. A super-resolution model ignores
-    it and keeps the aspect ratio of the small image."""
+    """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
     """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
     Other samplers ignore it."""

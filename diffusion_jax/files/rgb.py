@@ -40,9 +40,10 @@ def to_rgb(
             to 65535 for integers, and 0 to 1 for floats.
         OSError, SyntaxError and others: the image is damaged.
     """
-    white_is_zero = _white_is_zero(image)  # A copy no longer says so.
+    white_is_zero, file_format = _white_is_zero(image), image.format
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-        image = ImageOps.exif_transpose(image)
+        image = ImageOps.exif_transpose(image)  # A copy, which has no tags and no format.
+        image.format = file_format
     profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
     if image.mode[0] in _WHITE:
         image = _to_8_bits(image, white_is_zero)

@@ -89,10 +89,10 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
 def _check_ranges(weights: str, texts: Sequence[str]) -> None:
     """Raise ValueError if the run `weights` was trained with other ranges of fields than `texts`.
 
-    A file of weights has no config that could tell its ranges.
+    Only a workdir tells its ranges; files and folders of diffusers do not.
     """
     workdir, _ = at_step(weights)
-    if not (files.path(workdir) / runs.CONFIG).is_file():
+    if not (files.path(workdir) / runs.CHECKPOINTS).is_dir():
         return
     stored = runs.load(workdir)["data"].get("fields", ())
     if picture_fields.ranges(stored) != picture_fields.ranges(texts):

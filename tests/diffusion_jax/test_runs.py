@@ -180,20 +180,39 @@ def test_renamed_and_removed_fields_of_old_configs_are_converted(tmp_path, chang
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "fsdp", "micro_batch"), [(1, -1, 0), (4, -1, 2), (2, 2, 2), (8, 8, 1)]
+    ("accumulate", "fsdp", "micro_batch"), [(1, -1, 0), (4, -1, 2), (2, 2, 16), (8, 8, 1)]
 )
 def test_the_passes_of_a_version_5_config_become_its_micro_batch(
     tmp_path, caplog, accumulate, fsdp, micro_batch
 ):
-    now = config(batch_size=8, mesh__fsdp=fsdp)
+    """A mesh axis of -1 is filled with the 8 devices of the tests."""
+    now = config(batch_size=64, mesh__fsdp=fsdp)
     old = {**now, "optimizer": {**now["optimizer"], "accumulate": accumulate}, "version": 5}
     write(tmp_path, old)
     assert runs.load(tmp_path)["optimizer"]["micro_batch"] == micro_batch
     message = f"optimizer.accumulate={accumulate} is now optimizer.micro_batch={micro_batch}"
     assert (message in caplog.text) == (accumulate > 1)
     runs.claim(tmp_path, now)  # The run can be continued.
-    with pytest.raises(ValueError, match=r"its name is now optimizer.micro_batch, with another"):
+    with pytest.raises(ValueError, match=r"its name is now optimizer\.micro_batch = batch_size /"):
         systems.complete({k: v for k, v in old.items() if k != "version"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"accumulate": 0},
+        {"accumulate": "2"},
+        {"accumulate": None},
+        {"mesh": [1]},
+        {"batch_size": None},
+    ],
+)
+def test_a_damaged_config_of_version_5_is_an_error(tmp_path, damage):
+    old = config(batch_size=64) | {"version": 5}
+    old["optimizer"] = old["optimizer"] | {"accumulate": damage.pop("accumulate", 4)}
+    write(tmp_path, old | damage)
+    with pytest.raises(ValueError, match=r"optimizer\.accumulate .* this config is damaged"):
+        runs.load(tmp_path)
 
 
 def test_a_removed_field_that_changed_the_model_is_an_error(tmp_path, changes):

@@ -138,7 +138,8 @@ def refused(tmp_path):
                                       "unet.embed_dim?"),
         ("--config.optimiser.lr=1", "unknown config field optimiser: did you mean optimizer?"),
         ("--config.optimizer.accumulate=2", "unknown config field optimizer.accumulate: its name "
-                                            "is now optimizer.micro_batch, with another meaning"),
+                                            "is now optimizer.micro_batch = batch_size / passes / "
+                                            "devices"),
         ("--config.nope=1", "unknown config field nope: the config has "),
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
         ("--config.batch_size=12", "batch_size 12 is not divisible by replica 1 x fsdp 8 = 8: "
