@@ -4,7 +4,7 @@ Prompts select the style (Noto or Fluent 3D), the skin tone and the background c
 8,346,893 parameters. Before training, download and prepare the pictures; models/emoji32/README.md
 states their sources and licences.
 
-npm pack emoji-datasource-google @lobehub/fluent-emoji-3d
+npm pack emoji-datasource-google@16.0.0 @lobehub/fluent-emoji-3d@1.1.0
 python -m diffusion_jax.data.prepare emoji --style=noto:emoji-datasource-google-16.0.0.tgz \
     --style=fluent:lobehub-fluent-emoji-3d-1.1.0.tgz --out=data/emoji
 python -m imagen_jax.train --config=configs/emoji32.py --workdir=runs/emoji32

@@ -243,7 +243,7 @@ def bad_input(
         if not package or (pathlib.Path(__file__).parents[1] / package).exists():
             raise  # A mistake in this repository.
         extra = _EXTRAS.get(package)
-        packages = f'"imagen-sd-jax[{extra}]"' if extra else "-r requirements.txt"
+        packages = f'-e ".[{extra}]"' if extra else "-r requirements.txt"
         _end(ModuleNotFoundError(f"{error}: run pip install {packages}"), code)
 
 

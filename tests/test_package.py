@@ -55,7 +55,7 @@ def test_the_newest_release_in_the_changelog_matches_the_version():
 
 
 @pytest.mark.parametrize(
-    ("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '"imagen-sd-jax[web]"')]
+    ("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '-e ".[web]"')]
 )
 def test_a_missing_package_is_a_one_line_error_with_the_pip_command(
     package, remedy, monkeypatch, capsys

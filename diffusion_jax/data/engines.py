@@ -243,7 +243,7 @@ def beam(options: str) -> Beam:
     Raises ValueError if Beam is not installed or an option is invalid.
     """
     if importlib.util.find_spec("apache_beam") is None:
-        raise ValueError('--engine=beam needs Apache Beam: pip install "imagen-sd-jax[beam]"')
+        raise ValueError('--engine=beam needs Apache Beam: pip install -e ".[beam]"')
     split = tuple(shlex.split(options))
     bad = [option for option in split if not option.startswith("--")]
     if bad:

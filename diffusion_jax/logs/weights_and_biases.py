@@ -40,7 +40,7 @@ def check(project: str) -> None:
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"log.wandb is {project!r}, but wandb is not installed: pip install "
-            '"imagen-sd-jax[wandb]"'
+            '-e ".[wandb]"'
         )
 
 

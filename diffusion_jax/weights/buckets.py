@@ -41,7 +41,7 @@ def _prepare() -> None:
     if missing:
         raise ValueError(
             f"orbax-checkpoint {ocp.__version__} cannot write to buckets (it lacks "
-            f'{", ".join(missing)}): pip install "imagen-sd-jax[buckets]"'
+            f'{", ".join(missing)}): pip install -e ".[buckets]"'
         )
     # epath prefers TensorFlow's file systems, which support neither S3 nor emulators.
     gpath._is_tf_installed = lambda: False

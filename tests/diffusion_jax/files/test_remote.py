@@ -168,7 +168,7 @@ def test_a_missing_package_for_s3_is_an_error_that_names_it(monkeypatch):
 
 def test_an_unsupported_orbax_version_is_an_error(monkeypatch):
     monkeypatch.delattr("orbax.checkpoint._src.serialization.tensorstore_utils._use_gcs_driver")
-    message = r'cannot write to buckets \(it lacks _use_gcs_driver\): pip install "imagen-sd-jax\['
+    message = r'cannot write to buckets \(it lacks _use_gcs_driver\): pip install -e "\.\['
     with pytest.raises(ValueError, match=message):
         buckets._prepare.__wrapped__()
 
