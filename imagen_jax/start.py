@@ -14,9 +14,9 @@ the pictures is slow and they are larger than necessary (--shrink). Without a te
 default answers.
 
 It then measures a few training steps of suitable models on this machine, writes a short config (for
-a cascade, one per stage) and a sheet of the first training pictures, and prints the commands to run
-next. It never overwrites a file. Measuring takes at most half of --hours, but no more than ten
-minutes and no less than one. If that is too short, the config states which speed it assumes.
+a cascade, one per stage) and a sheet of random training pictures, and prints the commands to run
+next. It never overwrites a file. The limit for measuring is half of --hours, but at least one and
+at most ten minutes. If that is too short, the config states which speed it assumes.
 """
 
 from collections.abc import Mapping

@@ -151,10 +151,10 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
-        ("batch", f"{f['batch']:,} samples per step; each device processes "
-                  f"{f['accumulate']} times {f['micro_batch']:,}; the "
-                  f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
-                  f"batch without accumulation: {f['largest_batch']:,}"),
+        ("batch", f"{f['batch']:,} samples per step; each device processes them in "
+                  f"{f['accumulate']} pass{'es' * (f['accumulate'] > 1)} of {f['micro_batch']:,}; "
+                  f"the largest micro batch that fits is {f['largest_micro_batch']:,} (a divisor "
+                  f"of its samples), the largest batch in one pass {f['largest_batch']:,}"),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
         ("sent per device", f"{sent} per step"),
         ("step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "

@@ -168,6 +168,7 @@ def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp
     config = quickstart.get_config()
     config.data.fields = ("aesthetic=0..10",)
     runs.claim(tmp_path, config.to_dict())
+    (tmp_path / runs.CHECKPOINTS).mkdir()
     inputs = prepared(read_settings(folder, "unet"), "unet")
     inputs.batches.close()
     weights = tiny.random_params(inputs.task)
@@ -180,6 +181,10 @@ def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp
     )
     with pytest.raises(ValueError, match=message):
         start("aesthetic=0..5")
+    # A folder of diffusers has a config.json that says nothing about fields.
+    (tmp_path / runs.CHECKPOINTS).rmdir()
+    (tmp_path / runs.CONFIG).write_text('{"_class_name": "UNet2DConditionModel"}')
+    assert start("aesthetic=0..5").base
     del weights["params"][KEY]
     with pytest.raises(ValueError, match=r"has the fields none, but data\.fields names aesthetic"):
         start("aesthetic=0..10")

@@ -26,7 +26,7 @@ def group(kind: _Kind) -> _Kind:
     own = {field: vars(kind)[field] for field in inspect.get_annotations(kind)}
     defaults = {**getattr(kind, "_field_defaults", {}), **own}
     fields: Any = collections.namedtuple(kind.__name__, defaults, defaults=defaults.values())
-    left = {"__dict__", "__weakref__", *own}
-    body = {name: value for name, value in vars(kind).items() if name not in left}
+    replaced = {"__dict__", "__weakref__", *own}
+    body = {name: value for name, value in vars(kind).items() if name not in replaced}
     body["__qualname__"] = kind.__qualname__
     return cast(_Kind, type(kind.__name__, (fields, *kind.__bases__), body))

@@ -191,8 +191,8 @@ GRIDS = Table(
 use."""
 GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace", "lcm")
-_DISTILLED = 50
 """The grids that are spaced in time."""
+_DISTILLED = 50
 
 
 def karras_sigmas(

@@ -79,8 +79,8 @@ def command(
             print(progress.block(training_pictures.described(photos)), flush=True)
 
             # Ask how to train on few pictures, and what to do with tall and large ones.
-            there = not weights.value and (pathlib.Path(trained) / runs.CONFIG).is_file()
-            method = questions.method(finetune.value, photos, trained if there else "")
+            is_available = not weights.value and (pathlib.Path(trained) / runs.CONFIG).is_file()
+            method = questions.method(finetune.value, photos, trained if is_available else "")
             if fine_tuned and method != "no":
                 models = [fine_tuned(method)]
             shape = questions.tall(tall.value, photos)
@@ -225,6 +225,9 @@ def _write(
 
 
 def _hours(seconds: float) -> str:
+    if seconds < 3600:
+        minutes = max(1, round(seconds / 60))
+        return f"{minutes} minute" + "s" * (minutes > 1)
     hours = f"{seconds / 3600:.2g}"
     return f"{hours} hour" if hours == "1" else f"{hours} hours"
 

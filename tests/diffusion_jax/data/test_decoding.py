@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import ExifTags, Image, ImageCms
 
 from diffusion_jax.data.decoding import Unusable, crop, size_of
 from diffusion_jax.files import rgb, untrusted
@@ -183,9 +183,12 @@ def test_pixels_without_a_known_white_level_are_unusable():
         (np.nan, np.float32),
         (9, np.int32),
     ):
-        data = encode(Image.fromarray(np.full((8, 8), value, dtype)), "TIFF")
-        with pytest.raises(Unusable, match=r"pixels of mode .*: save the image with 8 or 16 bits"):
-            square(data, 8)
+        for orientation in (1, 6):
+            tags = {ExifTags.Base.Orientation: orientation}
+            data = encode(Image.fromarray(np.full((8, 8), value, dtype)), "TIFF", tiffinfo=tags)
+            message = r"pixels of mode .*: save the image with 8 or 16 bits"
+            with pytest.raises(Unusable, match=message):
+                square(data, 8)
 
 
 def test_a_transparent_colour_of_an_rgb_png_becomes_white():
