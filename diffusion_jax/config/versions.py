@@ -71,8 +71,13 @@ CHANGES: tuple[Change, ...] = (
     Change(4, "vae.image_channels", learned=(3,)),
     Change(4, "vae.query_chunk"),
     Change(5, "diffusion.precond", "diffusion.predicts"),
-    Change(6, "optimizer.accumulate", "optimizer.micro_batch", convert=_micro_batch,
-           value="batch_size / passes / devices"),
+    Change(
+        6,
+        "optimizer.accumulate",
+        "optimizer.micro_batch",
+        convert=_micro_batch,
+        value="batch_size / passes / devices",
+    ),
 )
 
 

@@ -39,8 +39,7 @@ def check(project: str) -> None:
     """Raise ValueError if `project`, the value of log.wandb, is set, but wandb is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            f"log.wandb is {project!r}, but wandb is not installed: pip install "
-            '-e ".[wandb]"'
+            f'log.wandb is {project!r}, but wandb is not installed: pip install -e ".[wandb]"'
         )
 
 
