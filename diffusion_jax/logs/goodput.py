@@ -58,7 +58,7 @@ def repeated(
     later = [
         {**entry, "first_step": max(step, entry["first_step"]), "seconds": {}} for entry in entries
     ]
-    return sum(total(starts(later, lines)).values())
+    return sum(total(starts(later, lines)).values(), 0.0)
 
 
 def in_steps(lines: Sequence[Mapping[str, Any]], first: int, batch_size: int) -> dict[str, float]:
