@@ -151,6 +151,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
+    settings.check_tags(s.data, s.text)
     picture_fields.values(picture_fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):

@@ -233,6 +233,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
+    settings.check_tags(s.data, s.text)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
     check_size(s.pipeline, "latents.image_size", s.latents.image_size)

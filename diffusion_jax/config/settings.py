@@ -315,6 +315,13 @@ class Data(NamedTuple):
     0 for no limit."""
     min_chars: WholeNumber = 0
     """Leave out images whose captions have fewer characters than this."""
+    shuffle_tags: bool = False
+    """Whether to shuffle the tags of a caption, the texts between its commas, for each sample."""
+    keep_tags: WholeNumber = 0
+    """The number of tags at the beginning of a caption that keep their place and are never dropped,
+    such as the name of a subject."""
+    tag_drop_prob: Share = 0.0
+    """The probability with which each other tag of a caption is left out of a sample."""
     max_broken: Share = 0.1
     """The largest share of images that may be damaged. If more are damaged, the run ends."""
     resize: WholeNumber = 0
@@ -417,6 +424,15 @@ def check_prompts(run: Run, data: Data) -> None:
         raise ValueError(
             "prompts is empty: give texts to draw during training, such as "
             "--config.prompts=\"('a red dog',)\", or set sample_every=0"
+        )
+
+
+def check_tags(data: Data, text: Text) -> None:
+    """Raise ValueError if tags are to be shuffled or dropped, but embeddings are stored."""
+    if (data.shuffle_tags or data.tag_drop_prob) and (data.embedded or text.store):
+        raise ValueError(
+            "data.shuffle_tags and data.tag_drop_prob change the captions for each sample, but "
+            "their embeddings are stored: leave text.store empty and name captions in data.text"
         )
 
 

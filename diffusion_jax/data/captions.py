@@ -1,6 +1,8 @@
-"""Several captions of one picture: data.text="txt,json:long*0.5", lists, and lines of a file.
+"""The caption of a sample: one of several captions of a picture, with its tags shuffled or dropped.
 
-The pipeline chooses one of them for each sample, as a function of the seed and the sample's number.
+A picture has several captions if data.text names several places ("txt,json:long*0.5"), or if they
+are lists or the lines of a file. The choice, and the order of the tags, are functions of the seed
+and the sample's number.
 """
 
 import math
@@ -23,6 +25,31 @@ class Captions(NamedTuple):
         """Return the text at `share`, a number in [0, 1), of the cumulated weights."""
         index = int(np.searchsorted(np.cumsum(self.weights), share, side="right"))
         return self.texts[min(index, len(self.texts) - 1)]
+
+
+class Tags(NamedTuple):
+    """What happens to the tags of a caption, the texts between its commas, in training."""
+
+    shuffle: bool = False
+    """Whether to shuffle them."""
+    keep: int = 0
+    """Number of tags at the beginning that keep their place."""
+    drop_prob: float = 0.0
+    """The probability with which each other tag is left out."""
+
+    def of(self, text: Any, rng: np.random.Generator) -> Any:
+        """Return a caption with shuffled and dropped tags. Embeddings are returned unchanged."""
+        if not isinstance(text, str):
+            return text
+        tags = [tag.strip() for tag in text.split(",")]
+        kept, others = tags[: self.keep], tags[self.keep :]
+        order = rng.permutation(len(others)) if self.shuffle else range(len(others))
+        dropped = rng.random(len(others)) < self.drop_prob
+        return ", ".join([*kept, *(others[i] for i in order if not dropped[i])])
+
+
+ALL_TAGS = Tags()
+"""Captions stay as they are."""
 
 
 def alternatives(text: str) -> list[tuple[str, float]]:
@@ -95,10 +122,15 @@ def first(text: Any) -> Any:
     return every(text)[0]
 
 
-def chosen(texts: Iterable[Any], seed: int, samples: Iterable[int]) -> list[Any]:
-    """Return one text for each sample, chosen by the seed and the sample's number."""
-    share = lambda number: np.random.default_rng((seed, number, 2)).random()
-    return [
-        text.at(share(number)) if isinstance(text, Captions) else text
+def chosen(
+    texts: Iterable[Any], seed: int, samples: Iterable[int], tags: Tags = ALL_TAGS
+) -> list[Any]:
+    """Return one text for each sample, with its tags, by the seed and the sample's number."""
+    rng, samples = lambda number, use: np.random.default_rng((seed, number, use)), list(samples)
+    choices = [
+        text.at(rng(number, 2).random()) if isinstance(text, Captions) else text
         for text, number in zip(texts, samples, strict=True)
     ]
+    if not (tags.shuffle or tags.drop_prob):
+        return choices
+    return [tags.of(text, rng(number, 3)) for text, number in zip(choices, samples, strict=True)]

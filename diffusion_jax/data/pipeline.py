@@ -23,6 +23,7 @@ from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
+from diffusion_jax.data.captions import Tags
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import PictureArray, Pictures
 from diffusion_jax.data.split import hashed, split
@@ -84,6 +85,7 @@ class Batches:
         num_threads: int,
         make: Callable[[Int[np.ndarray, "B"]], HostBatch],
         buckets: Buckets | None = None,
+        tags: Tags = captions.ALL_TAGS,
     ):
         """Start the prefetching threads.
 
@@ -96,8 +98,9 @@ class Batches:
             num_threads: number of prefetching threads.
             make: a function that maps the indices of pictures, all of one bucket, to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
+            tags: what happens to the tags of captions.
         """
-        self.pictures, self._make, self._buckets = pictures, make, buckets
+        self.pictures, self._make, self._buckets, self._tags = pictures, make, buckets, tags
         self.apart: Apart | None = None
         self._batch_size = batch_size
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
@@ -195,7 +198,8 @@ class Batches:
         """Return the texts in the given rows of a recent batch; see `indices`."""
         _, texts = self.pictures.read(self.indices(rows, back))
         first = self._sample(back)
-        return captions.chosen(texts, self._identity["seed"], [first + row for row in rows])
+        samples = [first + row for row in rows]
+        return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
@@ -237,6 +241,7 @@ def training_batches(
         name=name,
         buckets=buckets,
         fields=(named := picture_fields.read(data.fields)),
+        tags=Tags(data.shuffle_tags, data.keep_tags, data.tag_drop_prob),
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make, named) if len(apart) else None
@@ -257,6 +262,7 @@ def make_batches(
     name: str = "image",
     buckets: Buckets | None = None,
     fields: Sequence[Field] = (),
+    tags: Tags = captions.ALL_TAGS,
 ) -> Batches:
     """Return an iterator over batches of pictures.
 
@@ -269,7 +275,7 @@ def make_batches(
         tokenize: maps the batch's texts to arrays.
         batch_size: number of rows of all processes together. Process p gets rows p*b to
             (p+1)*b - 1, where b = batch_size / process_count.
-        seed: seed of the order, the random crops, the flips and the choice among captions.
+        seed: seed of the order, the random crops, the flips, the choice among captions, and tags.
         process_index: p, from 0 to process_count - 1; see local_rows.
         process_count: the number of processes that share a batch; see local_rows.
         num_threads: number of prefetching threads; 0 makes each batch when it is needed.
@@ -278,6 +284,7 @@ def make_batches(
         name: key of the pictures.
         buckets: the bucket of each picture; None makes squares of one size.
         fields: the numbers that belong to a batch.
+        tags: what happens to the tags of captions.
 
     Raises:
         ValueError: `crop` is unknown, or batch_size is not a multiple of process_count.
@@ -300,7 +307,7 @@ def make_batches(
         images, texts, numbers = view.columns(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return batch_of(images, captions.chosen(texts, seed, samples), numbers, indices)
+        return batch_of(images, captions.chosen(texts, seed, samples, tags), numbers, indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> HostBatch:
         view = views[buckets.bucket[indices[0]] if buckets else 0]
@@ -328,6 +335,7 @@ def make_batches(
         num_threads=num_threads,
         make=make,
         buckets=buckets,
+        tags=tags,
     )
 
 

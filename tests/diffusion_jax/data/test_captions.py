@@ -6,15 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from diffusion_jax.config.settings import Data
+from diffusion_jax.config.settings import Data, Run, Text, check_tags
 from diffusion_jax.data import captions, pipeline, prompts, sources, tars
-from diffusion_jax.data.captions import Captions
+from diffusion_jax.data.captions import Captions, Tags
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 
 
@@ -145,6 +146,57 @@ def test_captions_shorter_than_min_chars_are_dropped():
     assert captions.long_enough(several, 0) == several
     with pytest.raises(Unusable, match="short_caption: 'a cat' has 5 characters"):
         captions.long_enough(several, 6)
+
+
+def test_tags_are_shuffled_and_dropped_for_each_sample_alone():
+    tags, samples = Tags(shuffle=True, keep=1, drop_prob=0.25), range(4000)
+    given = captions.chosen(["a,b , c,d,e"] * 4000, 7, samples, tags)
+    split = [text.split(", ") for text in given]
+    assert all(sorted(set(each)) == sorted(each) and each[0] == "a" for each in split)
+    places = collections.Counter((tag, n) for each in split for n, tag in enumerate(each[1:]))
+    # A tag is first among those left with probability (1 - 0.25^4) / 4, and in a caption with 0.75.
+    for tag in "bcde":
+        assert places[tag, 0] / 4000 == pytest.approx((1 - 0.25**4) / 4, abs=0.03)
+        assert sum(places[tag, n] for n in range(4)) / 4000 == pytest.approx(0.75, abs=0.03)
+    # The order does not depend on the batch, and other texts stay as they are.
+    assert captions.chosen(["a,b , c,d,e"], 7, [321], tags) == [given[321]]
+    embedding = np.zeros((2, 3))
+    assert captions.chosen([embedding], 7, [0], tags)[0] is embedding
+    assert captions.chosen(["a,b , c"], 7, [0]) == ["a,b , c"]
+    assert captions.chosen(["a, b, c"], 7, [0], Tags(drop_prob=1.0)) == [""]
+    assert captions.chosen(["a, b, c"], 7, [0], Tags(keep=2, drop_prob=1.0)) == ["a, b"]
+
+
+def test_training_shuffles_tags_and_the_held_out_pictures_keep_theirs(tmp_path):
+    folder = digits.write_examples(tmp_path, 24, size=8)
+    for picture in folder.glob("*.png"):
+        picture.with_suffix(".txt").write_text("a, b, c, d, e, f")
+    data = Data("folder", str(folder), heldout=0.5, shuffle_tags=True, keep_tags=1, threads=0)
+    pictures, seen = sources.open_pictures(data, 8), []
+
+    def tokenize(texts):
+        seen.append(list(texts))
+        return {}
+
+    run, mesh = Run(steps=1, batch_size=4), sharding.make_mesh(1, 1, 1)
+    with pipeline.training_batches(pictures, tokenize, run, data, mesh) as batches:
+        next(batches)
+        trained, labels = seen[0], batches.texts(range(4))
+        apart = batches.apart
+        assert apart is not None
+        apart.read(9)
+    assert labels == trained and len({*trained}) > 1
+    assert all(sorted(text) == sorted("a, b, c, d, e, f") and text[0] == "a" for text in trained)
+    assert set(seen[-1]) == {"a, b, c, d, e, f"}
+
+
+def test_tags_of_stored_embeddings_cannot_be_shuffled():
+    message = r"data\.shuffle_tags and data\.tag_drop_prob change the captions for each sample"
+    with pytest.raises(ValueError, match=message):
+        check_tags(Data("folder", shuffle_tags=True), Text("t5", store="texts"))
+    with pytest.raises(ValueError, match=message):
+        check_tags(Data("folder", text="npy", tag_drop_prob=0.1), Text("t5"))
+    check_tags(Data("folder", text="npy"), Text("t5", store="texts"))
 
 
 def test_a_damaged_caption_makes_its_picture_unusable(tmp_path):
