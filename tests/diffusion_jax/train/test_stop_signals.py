@@ -13,10 +13,26 @@ from diffusion_jax.devices import stop_signals
 from tests.imagen_jax import commands
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
+DEFAULTS = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Accept all signals, even if the tests run in the background or under nohup."""
+    before = {number: signal.signal(number, default) for number, default in DEFAULTS.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def hold(folder, work):
     """Hold a run's lock, and do `work`, to which the function should_stop is given."""
+    for number, default in DEFAULTS.items():
+        signal.signal(number, default)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     release = lambda: runs.release(folder / "run")
     with runs.writing(folder / "run"), stop_signals.stopping(release) as should_stop:

@@ -168,4 +168,5 @@ def test_the_largest_micro_batch_divides_the_share_of_a_device_and_fits(
     )  # fmt: skip
     monkeypatch.setattr(memory, "bytes_per_device", need)
     mesh = jax.sharding.AbstractMesh((1, 2, 1), sharding.AXES)
-    assert memory.largest_micro_batch(None, mesh, 24, limit) == expected
+    traced = memory.Traced(None, None, None, None, 0.0)  # Only `need` would read it.
+    assert memory.largest_micro_batch(traced, mesh, 24, float(limit)) == expected
