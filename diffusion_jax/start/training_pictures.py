@@ -44,13 +44,10 @@ def read(data: Data) -> PictureSet:
             "captions' suffix or field, such as --text=txt or --text=json:caption"
         )
     records, start = sources.open_records(data), time.monotonic()
-    first = validate.validate(records, _FIRST)["read"]
-    speed = first / (time.monotonic() - start)  # Low, because it includes starting to read.
-    start = time.monotonic()
-    report = validate.validate(
-        records, max(first, min(_LOOKED, len(records), round(speed * _SECONDS)))
-    )
+    report = validate.validate(records, _FIRST)
     speed = report["read"] / (time.monotonic() - start)
+    if (num := min(_LOOKED, len(records), round(speed * _SECONDS))) > _FIRST:
+        report = validate.validate(records, num)
     if not report["usable"]:
         raise ValueError(
             f"none of {report['read']:,} pictures of {data.path} can be used: "
