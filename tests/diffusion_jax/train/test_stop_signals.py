@@ -18,15 +18,21 @@ DEFAULTS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_DFL,
 }
+_processes = []
 
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Accept all signals, even if the tests run in the background or under nohup."""
+    """Accept all signals, even if the tests run in the background or under nohup.
+
+    After a test, end the processes that it started: if it failed, they would go on for good.
+    """
     before = {number: signal.signal(number, default) for number, default in DEFAULTS.items()}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    while _processes:
+        _processes.pop().kill()
 
 
 def hold(folder, work):
@@ -67,6 +73,7 @@ def save_long(should_stop):
 def started(folder, work):
     """Return the process of `hold` once it compiles, and a function that returns its stderr."""
     process = commands.fork(hold, folder, work)
+    _processes.append(process)
     path = folder / "stderr"
     text = lambda: path.read_text() if path.exists() else ""
     wait_for(lambda: "compiling" in text(), process, text)
