@@ -444,13 +444,11 @@ class _PlainUnpickler(untrusted.Unpickler):
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:
     try:
-        # Read into memory first, since np.load leaves a damaged file open.
-        with np.load(io.BytesIO(files.path(path).read_bytes()), allow_pickle=False) as saved:
-            if np.array_equal(saved["stamp"], stamp):
-                fields = {name: saved[name] for name in Index._fields}
-                inventory = Inventory(json.loads(str(fields["inventory"])))
-                return Index(**{**fields, "inventory": inventory})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        saved = untrusted.read_archive(io.BytesIO(files.path(path).read_bytes()))
+        if np.array_equal(saved.pop("stamp"), stamp):
+            inventory = Inventory(json.loads(str(saved["inventory"])))
+            return Index(**{**saved, "inventory": inventory})
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         pass  # The index is missing or damaged, so a new one is built.
     return None
 
