@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import pathlib
 import threading
@@ -32,12 +33,20 @@ class _Files:
     def __init__(self, tf: Any, writer: Any) -> None:
         self._tf, self._writer = tf, writer
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> None:
-            with _as_os_errors(self._tf):
-                getattr(self._writer, name)(*arguments)
+    # TensorFlow keeps every Python number that it is given for good, but not NumPy's.
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        arrays = {name: np.asarray(value) for name, value in scalars.items()}
+        self._call("write_scalars", np.int64(step), arrays)
 
-        return call
+    def write_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        self._call("write_images", np.int64(step), images)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with _as_os_errors(self._tf):
+            getattr(self._writer, name)(*arguments)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Event files, read by TensorBoard itself."""
 
+import gc
 import io
 import logging
 import sys
@@ -75,3 +76,16 @@ def test_the_metric_writer_hides_gpus_from_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda *args: calls.append(args))
     write(tmp_path, [1]).close()
     assert calls == [([], "GPU")]
+
+
+def test_memory_does_not_grow_with_the_numbers_that_were_written(tmp_path):
+    def write(first, last):
+        for step in range(first, last):
+            writer.write_scalars(step, {"loss": step / 3, "lr": step / 7})
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    with events.writing(tmp_path) as writer:
+        before = write(1_000, 1_100)
+        grown = write(2_000, 3_000) - before
+    assert grown < 300  # TensorFlow would keep the step and both values of each line.
