@@ -174,7 +174,7 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
         unet.clone(dtype=dtype, attention_impl=attention),
         vae.clone(dtype=dtype),
         Conditioning(drop_to="empty", pad_to=0),
-        Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
+        Latents(image_size=size, scale=opened.scale, shift=opened.shift),
         Diffusion(predicts, noise=schedulers.read_diffusion(opened.scheduler or {})[1]),
         DEFAULTS,
     )
