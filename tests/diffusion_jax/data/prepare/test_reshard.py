@@ -130,7 +130,7 @@ def flipped(jpegs, out, **options):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << rng.integers(8)
         tar.write_bytes(damaged)
-        yield row, kind == "txt", opened
+        yield int(row), kind == "txt", opened
 
 
 def test_checksums_find_every_flipped_bit_of_pictures_texts_and_numbers(jpegs, tmp_path):
