@@ -24,6 +24,7 @@ QUESTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     }),
 }  # fmt: skip
 """Maps each flag to its subject and the meanings of its answers. The default comes first."""
+_TIMED = 32  # The smallest number of pictures whose reading takes longer than its start.
 _SLOW = 50  # Pictures read per second. Two CPU cores train the smallest model about this fast.
 _FEW = 1_000  # With fewer pictures, a model that is trained from scratch mostly memorises them.
 _TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by a larger factor.
@@ -98,9 +99,10 @@ def shrink(value: str, photos: PictureSet, size: int) -> bool:
     """Return whether to write small copies of the pictures, with shorter sides of `size` pixels.
 
     `value` is the value of --shrink. The user is asked if most pictures are larger than `size`, and
-    reading them is slow.
+    reading them is slow. Of a dozen pictures, the measured speed is mostly that of the start.
     """
-    matters = photos.speed <= _SLOW and photos.side > size
+    timed = len(photos.records) >= _TIMED
+    matters = timed and photos.speed <= _SLOW and photos.side > size
     reason = (
         f"Reading is slow: {photos.speed:.2g} pictures per second, in every epoch. The pictures' "
         f"shorter sides have {photos.side:,.0f} pixels (median), but {size} are enough."

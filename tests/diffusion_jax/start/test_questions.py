@@ -55,8 +55,8 @@ def test_questions_are_asked_only_if_their_answer_matters(capsys):
     assert questions.method(ASK, photos(1_000), TRAINED) == "no"
     assert questions.method(ASK, photos(), "") == "no"
     assert questions.tall(ASK, photos(p95=1.5)) == "crop"
-    for speed, side in ((60.0, 3_000.0), (14.5, 64.0)):
-        assert not questions.shrink(ASK, photos(speed=speed, side=side), 64)
+    for count, speed, side in ((60, 60.0, 3_000.0), (60, 14.5, 64.0), (12, 14.5, 3_000.0)):
+        assert not questions.shrink(ASK, photos(count, speed=speed, side=side), 64)
     assert capsys.readouterr().out == ""
     assert not questions.shrink(ASK, photos(), 64)
     assert "Reading is slow: 14 pictures per second" in capsys.readouterr().out
