@@ -19,7 +19,7 @@ from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
-from sd_jax.unet import UNet
+from sd_jax.unet import PIX2PIX, UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, embedding_files, lora_files, schedulers
 from sd_jax.weights import text as text_module
@@ -93,8 +93,9 @@ def load_stage(
     encoder = clip.of_tower(tower, (), opened_tokenizer, tower.max_tokens)
 
     # The sampler.
+    guiding = {"sampler.guiding": "pix2pix"} if p.sees == PIX2PIX else {}
     settings_with = lambda changes: p._replace(
-        sampler=_sampler(path, opened.scheduler, {**fields, **changes})
+        sampler=_sampler(path, opened.scheduler, {**guiding, **fields, **changes})
     )
     s = settings_with({})
     settings.check_pipeline(s)
@@ -173,7 +174,7 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
         unet.clone(dtype=dtype, attention_impl=attention),
         vae.clone(dtype=dtype),
         Conditioning(drop_to="empty", pad_to=0),
-        Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
+        Latents(image_size=size, scale=opened.scale, shift=opened.shift),
         Diffusion(predicts, noise=schedulers.read_diffusion(opened.scheduler or {})[1]),
         DEFAULTS,
     )
