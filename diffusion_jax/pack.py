@@ -11,9 +11,17 @@ vocabulary.json, name the captions: --captions=data/emoji/train.txt. The new wor
 optimizer state, metrics or pictures, and none of the weights that the config names by path
 (vae.weights, text.weights, the weights that a LoRA adapts). To fine-tune the packed weights, start
 a new run with --config.unet.weights set to this workdir.
+
+--push=OWNER/NAME also uploads the new workdir to the Hugging Face Hub, with a short model card,
+README.md. The repository is public, unless it exists and is private.
 """
 
+import os
 import pathlib
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import flags
@@ -66,6 +74,72 @@ def pack(
     return folder / str(step) / packed.FILE
 
 
+def check_push(name: str) -> None:
+    """Check that --push can upload to the repository `name`, as far as this is known offline.
+
+    Raises ValueError if `name` is not OWNER/NAME, or there is no token of the Hugging Face Hub.
+    """
+    import huggingface_hub  # Slow to import, and only needed for uploads and downloads.
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"--push={name} is no repository of the Hugging Face Hub: give OWNER/NAME")
+    if not huggingface_hub.get_token():
+        raise ValueError(
+            f"--push={name} needs a token of the Hugging Face Hub that may write: run hf auth "
+            "login, or set HF_TOKEN"
+        )
+
+
+def push(workdir: files.Path, name: str) -> str:
+    """Upload a packed workdir to the repository `name` of the Hugging Face Hub; return its address.
+
+    If the workdir has no README.md, write a model card. A repository that does not exist is created
+    as a public one.
+
+    Raises:
+        ValueError: The hub refuses the upload or cannot be reached.
+    """
+    import huggingface_hub
+
+    card = files.path(workdir) / "README.md"
+    if not card.is_file():
+        files.write_whole(card, _card(runs.load(workdir), name))
+    api = huggingface_hub.HfApi()
+    try:
+        address = api.create_repo(name, exist_ok=True)
+        api.upload_folder(
+            repo_id=name, folder_path=files.local(workdir), commit_message="Upload a packed model"
+        )
+    except Exception as error:  # The library and the network raise many types.
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"--push={name} failed ({type(error).__name__}: {reason}): use a token that may write "
+            f"to {name.partition('/')[0]}, then upload the model with hf upload {name} "
+            f"{shlex.quote(os.fspath(workdir))}"
+        ) from error
+    return str(address)
+
+
+def _card(config: Mapping[str, Any], name: str) -> str:
+    """Return a model card that says what the model is and how to draw with it."""
+    system, folder = config["system"].partition(".")[0], name.partition("/")[2]
+    prompt = next(iter(config["prompts"]), "a red apple")
+    return f"""---
+pipeline_tag: text-to-image
+tags: [jax, {system}]
+---
+# {folder}
+
+A text-to-image model of `{system}`, trained for {config["steps"]:,} steps with batches of
+{config["batch_size"]:,} pictures. `config.json` holds all settings, and `checkpoints` the weights.
+
+```
+hf download {name} --local-dir {folder}
+python -m {system}.sample --workdir={folder} --prompt={shlex.quote(prompt)} --out=pictures
+```
+"""
+
+
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _OUT = flags.DEFINE_string("out", None, "The new workdir.", required=True)
@@ -80,12 +154,20 @@ if __name__ == "__main__":
         "captions", "", "The training captions: a text file with one per line, or a data source, "
         "written SOURCE:PATH::TEXT; default: the run's vocabulary.json.",
     )  # fmt: skip
+    _PUSH = flags.DEFINE_string(
+        "push", None, "OWNER/NAME of a repository on the Hugging Face Hub, to upload the new "
+        "workdir with a model card; it needs a token (hf auth login, or HF_TOKEN).",
+    )  # fmt: skip
 
     def main() -> None:
         """Pack the weights of a workdir."""
         cli.start(alone=True)
         with cli.bad_input():
+            if _PUSH.value is not None:
+                check_push(_PUSH.value)
             file = pack(_WORKDIR.value, _EMA.value, _CHECKPOINT.value, _OUT.value, _CAPTIONS.value)
             print(f"wrote {file}, {files.path(file).stat().st_size / 1e6:.1f} MB")
+            if _PUSH.value is not None:
+                print(f"uploaded to {push(_OUT.value, _PUSH.value)}")
 
     cli.run(main)

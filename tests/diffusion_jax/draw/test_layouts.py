@@ -25,7 +25,7 @@ def drawn(tmp_path, name, file, num_images):
     images = np.broadcast_to(colours, (len(rows), SIDE, SIDE, 3))
     inputs = sample_command.Inputs(prompts, prompts)
     out.mkdir()
-    batches = [[images[:5]], [images[5:]]]
+    batches = [[images]]
     sample_command._write(Constant(), inputs, out, rows, range(7, 99), batches, layout)
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
     assert [line["seed"] for line in lines] == list(range(7, 7 + len(rows)))
