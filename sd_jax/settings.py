@@ -29,7 +29,7 @@ from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
-from sd_jax.unet import UNet
+from sd_jax.unet import INPAINTING, PIX2PIX, UNet
 from sd_jax.vae import VAE
 
 PIXELS = ("symmetric", "unit")
@@ -122,6 +122,11 @@ class Pipeline(NamedTuple):
     """Share of the sampling steps that image-to-image takes; 1 starts from pure noise."""
     fields: tuple[str, ...] = ()
     """The config's data.fields: the numbers that the UNet sees besides the text."""
+
+    @property
+    def sees(self) -> str:
+        """What the UNet sees besides the noisy latents (unet.sees)."""
+        return unet_module.sees(self.unet.in_channels, self.vae.latent_channels)
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -249,6 +254,11 @@ def check(s: Settings) -> None:
     settings.check_tags(s.data, s.text)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
+    if s.pipeline.sees == PIX2PIX:
+        raise ValueError(
+            f"unet.in_channels is {s.unet.in_channels}, as in InstructPix2Pix, which cannot be "
+            f"trained: set it to {s.unet.out_channels}, or {2 * s.unet.out_channels + 1} to inpaint"
+        )
     check_size(s.pipeline, "latents.image_size", s.latents.image_size)
     check_pipeline(s.pipeline)
     _check_text(s)
@@ -257,8 +267,6 @@ def check(s: Settings) -> None:
 
 
 _OTHER_UNETS = {
-    9: "an inpainting model (latents, mask and masked picture)",
-    8: "InstructPix2Pix (latents and the picture to edit)",
     7: "an upscaler (latents and the small picture)",
     5: "a depth model (latents and a depth map)",
 }
@@ -277,7 +285,7 @@ def check_pipeline(p: Pipeline) -> None:
         ranges.check(type(group), group._asdict(), name)
     picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
-    guidance_module.check(p.sampler)
+    guidance_module.check(p.sampler, sees_picture=p.sees == PIX2PIX)
     samplers.check_method(p.diffusion, p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
@@ -288,7 +296,7 @@ def check_pipeline(p: Pipeline) -> None:
             "steps, but at least one is needed: increase strength or sampler.steps"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
-    if len(set(channels)) > 1:
+    if len(set(channels[::2] if p.sees else channels)) > 1:
         if family := _OTHER_UNETS.get(p.unet.in_channels):
             raise ValueError(
                 f"the UNet reads {p.unet.in_channels} channels, as {family} does: choose a model "
@@ -334,6 +342,11 @@ def _check_text(s: Settings) -> None:
 
 def _check_data(s: Settings) -> None:
     draws = s.run.sample_every or s.evaluation.every
+    if uses_moments(s.data) and s.pipeline.sees == INPAINTING:
+        raise ValueError(
+            "data.source is 'moments', but an inpainting model (unet.in_channels "
+            f"{s.unet.in_channels}) also encodes masked pictures: name a source of images"
+        )
     if not uses_moments(s.data):
         if not s.vae_weights:
             raise ValueError(

@@ -11,6 +11,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from diffusion_jax.files import rgb, untrusted
 
 CENTRE = (0.5, 0.5)
+_TAGS_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
 
 class Unusable(ValueError):
@@ -63,11 +64,13 @@ def crop(
 def size_of(data: bytes) -> tuple[int, int]:
     """Return height and width in pixels from an image's header; (0, 0) for a damaged image.
 
-    The EXIF orientation tag is applied, as in `crop`.
+    The orientation tag in EXIF or XMP is applied, as in `crop`.
     """
     try:
         image = _open(data)
-        exif = image.getexif() if "exif" in image.info else {}  # Else getexif may decode a PNG.
+        # Pillow turns the size of a TIFF itself. In a PNG without tags, getexif decodes all pixels.
+        png, tagged = image.format == "PNG", any(word in data for word in _TAGS_OF_PNG)
+        exif = {} if image.format == "TIFF" or (png and not tagged) else image.getexif()
         turned = exif.get(ExifTags.Base.Orientation, 1) >= 5
     except Exception:  # Pillow's decoders raise many types.
         return 0, 0

@@ -107,12 +107,19 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
     return guide
 
 
-def check(s: Any) -> None:
-    """Raise ValueError if cfg_pp is used with a sampler that evaluates D between grid levels."""
-    uses_cfg_pp, sampler = (
-        guidance_kinds.cfg_pp in (wrapper.func for wrapper in s.guides),
-        s.method.sampler,
-    )
+def check(s: Any, *, sees_picture: bool = False) -> None:
+    """Raise ValueError if the sampler or the network cannot be guided as s.guiding says.
+
+    cfg_pp needs a sampler that evaluates D only at the levels of the grid. pix2pix needs a network
+    that sees the picture to edit, as `sees_picture` says.
+    """
+    kinds, sampler = [wrapper.func for wrapper in s.guides], s.method.sampler
+    if guidance_kinds.pix2pix in kinds and not sees_picture:
+        raise ValueError(
+            f"sampler.guiding is {s.guiding!r}, but pix2pix needs a network that sees the picture "
+            "to edit (InstructPix2Pix): choose cfg or another kind of guidance"
+        )
+    uses_cfg_pp = guidance_kinds.cfg_pp in kinds
     with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
     between = sampler.func is stochastic.restart or s.method.placement.middles
     if uses_cfg_pp and (with_churn or between):
@@ -181,6 +188,7 @@ GUIDANCE = _Joined(
     cfg_pp=guidance_kinds.cfg_pp,
     rescale=guidance_kinds.rescale,
     perp_neg=guidance_kinds.perp_neg,
+    pix2pix=guidance_kinds.pix2pix,
     cfg_zero=guidance_kinds.cfg_zero,
     tcfg=guidance_kinds.tcfg,
     fdg=guidance_kinds.fdg,

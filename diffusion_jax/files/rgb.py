@@ -2,7 +2,8 @@
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -40,13 +41,13 @@ def to_rgb(
             to 65535 for integers, and 0 to 1 for floats.
         OSError, SyntaxError and others: the image is damaged.
     """
-    white_is_zero, file_format = _white_is_zero(image), image.format
+    tags, file_format = getattr(image, "tag_v2", {}), image.format
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)  # A copy, which has no tags and no format.
         image.format = file_format
     profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
     if image.mode[0] in _WHITE:
-        image = _to_8_bits(image, white_is_zero)
+        image = _to_8_bits(image, tags)
     is_grey = image.mode == "LA"
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
@@ -65,18 +66,21 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)  # `convert` copies every image.
 
 
-def _to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
-    """Convert 16-bit and float pixels to 8 bits.
+def _to_8_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
+    """Convert 16-bit and float pixels to 8 bits. `tags` are those of a TIFF, else empty.
 
     Raises ValueError if a pixel is outside the range from black to white, or if the image is a TIFF
     file with 32-bit integers, because such files do not say which number is white.
     """
     white, pixels = _WHITE[image.mode[0]], np.asarray(image)
+    if tags.get(ExifTags.Base.BitsPerSample) == (12,):
+        white = 4095
     low, high = pixels.min(), pixels.max()
     if not 0 <= low <= high <= white or (image.mode == "I" and image.format == "TIFF"):
         raise ValueError(
             f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
         )
+    white_is_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
     if image.mode == "I;16" and white_is_zero:  # Pillow inverts 8 bits only.
         pixels = white - pixels
     scaled = Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
@@ -84,11 +88,6 @@ def _to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
         opaque = pixels != image.info["transparency"]
         scaled.putalpha(Image.fromarray(opaque.astype(np.uint8) * 255))
     return scaled
-
-
-def _white_is_zero(image: Image.Image) -> bool:
-    tags = getattr(image, "tag_v2", {})  # Of a TIFF.
-    return tags.get(ExifTags.Base.PhotometricInterpretation) == 0
 
 
 @functools.lru_cache(maxsize=64)

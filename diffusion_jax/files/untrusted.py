@@ -75,7 +75,7 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
-        OSError: The file is not an image of these formats.
+        OSError: The file is not an image of these formats, or a JPEG 2000 that Pillow misreads.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
@@ -84,7 +84,19 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if image.format == "PNG" and "transparency" in image.info:
         _scale_transparent_colour(image)
+    if image.format == "JPEG2000" and image.mode != "I;16":
+        _check_depth(source if isinstance(source, bytes) else pathlib.Path(source).read_bytes())
     return image
+
+
+def _check_depth(content: bytes) -> None:
+    """Raise OSError for a JPEG 2000 with deep colours, because Pillow turns white into black.
+
+    The byte 40 after the marker SIZ holds the bits of the first colour, less 1.
+    """
+    depth = (content[content.find(b"\xff\x4f\xff\x51") + 42] & 127) + 1
+    if depth > 8:
+        raise OSError(f"a JPEG 2000 with {depth} bits per colour: save the image with 8 bits")
 
 
 def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from diffusion_jax import files
 from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
-from sd_jax.unet import UNet
+from sd_jax.unet import INPAINTING, PIX2PIX, UNet, sees
 from sd_jax.vae import SCALE, VAE
 from sd_jax.weights import file_parts, formats, ldm_config, names, schedulers, text
 from sd_jax.weights.ldm_config import LdmSettings
@@ -26,6 +26,11 @@ from sd_jax.weights.text import TextPart
 PARTS = ("unet", "vae", "text")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _FLAX_NAMES = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
+_PIPELINES = {
+    "": "StableDiffusionPipeline",
+    INPAINTING: "StableDiffusionInpaintPipeline",
+    PIX2PIX: "StableDiffusionInstructPix2PixPipeline",
+}
 _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
              "feature_extractor", "image_encoder")  # fmt: skip
 
@@ -121,6 +126,8 @@ def save_diffusers(
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
+    Inpainting and InstructPix2Pix have pipelines of their own.
+
     The scheduler is the checkpoint's, or DDIM if it has none. If writing fails, no incomplete
     directory is left.
 
@@ -140,7 +147,9 @@ def save_diffusers(
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose a new folder")
-    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
+    unet = checkpoint.unet.network if checkpoint.unet else UNet()
+    pipeline = _PIPELINES[sees(unet.in_channels, unet.out_channels)]
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.34.0"}
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
     config = {"_class_name": "DDIMScheduler", **(checkpoint.scheduler or ddim())}
     config["prediction_type"] = _prediction(predicts or checkpoint.predicts or "eps")

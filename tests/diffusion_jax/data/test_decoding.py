@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image, ImageCms
+from PIL import ExifTags, Image, ImageCms, PngImagePlugin
 
 from diffusion_jax.data.decoding import Unusable, crop, size_of
 from diffusion_jax.files import rgb, untrusted
@@ -241,6 +241,44 @@ def test_size_and_pixels_follow_the_exif_orientation(format, orientation):
     upright = crop(data, size)
     first = {1: upright[:, :12], 3: upright[:, -12:], 6: upright[:12], 8: upright[-12:]}
     assert first[orientation].min() > 245
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "AVIF"])
+def test_size_and_pixels_follow_an_orientation_given_in_xmp_alone(format):
+    xmp = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    picture, notes = Image.new("RGB", (32, 16)), PngImagePlugin.PngInfo()
+    notes.add_itxt("XML:com.adobe.xmp", xmp)
+    tags = {"pnginfo": notes} if format == "PNG" else {"xmp": xmp.encode()}
+    data = encode(picture, format, **tags)
+    assert size_of(data) == (32, 16)
+    assert rgb.to_rgb(Image.open(io.BytesIO(data))).size == (16, 32)
+
+
+def test_size_and_pixels_follow_exif_tags_after_the_pixels_of_a_png():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(Image.new("RGB", (32, 16)), exif=exif)
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    moved = data[:start] + data[end:-12] + data[start:end] + data[-12:]
+    assert size_of(moved) == (32, 16)
+    assert rgb.to_rgb(Image.open(io.BytesIO(moved))).size == (16, 32)
+
+
+def test_white_of_a_12_bit_tiff_is_4095():
+    tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 122, 277: 1, 278: 1, 279: 3}
+    entries = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items())
+    header = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4)
+    pixels = crop(header + bytes([0x80, 0x0F, 0xFF]), (1, 2))  # 0x800, 0xFFF
+    assert len(header) == 122 and pixels[0, :, 0].tolist() == [128, 255]
+
+
+def test_a_jpeg_2000_with_deep_colours_is_unusable_because_its_white_would_be_black():
+    data = bytearray(encode(Image.new("RGB", (8, 8), "white"), "JPEG2000", no_jp2=True))
+    assert (square(bytes(data), 8) == 255).all()
+    data[42] = 11  # The bits of the first colour in the marker SIZ, less 1.
+    with pytest.raises(Unusable, match="broken_image: OSError: a JPEG 2000 with 12 bits per col"):
+        square(bytes(data), 8)
 
 
 def wide_gamut():

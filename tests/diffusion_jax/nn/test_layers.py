@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_jax.devices import flops
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense
+from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense, dense_halves
 from imagen_jax.layers import ConvTranspose
 from imagen_jax.layers import ResBlock as ImagenBlock
 from sd_jax.unet import ResBlock
@@ -48,6 +48,26 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
     (bias,) = [leaf for path, leaf in gradient if "bias" in jax.tree_util.keystr(path)]
     np.testing.assert_allclose(bias, pixels / 2, rtol=1e-6)
     assert layer.apply(params, x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("layer", "shape", "fan_in"), [
+    (lambda x: dense(x, 64, "layer", dtype=x.dtype), (2, 9, 48), 48),
+    (lambda x: jnp.concatenate(dense_halves(x, 64, "layer", dtype=x.dtype)), (2, 9, 48), 48),
+    (lambda x: ToHeads(3, 4, 16, name="layer")(x), (2, 9, 48), 48),
+    (lambda x: FromHeads(64, name="layer")(x), (2, 9, 4, 12), 48),
+    (lambda x: conv(x, 64, "layer", kernel=3, dtype=x.dtype), (2, 7, 8, 16), 144),
+    (lambda x: ConvTranspose(x.dtype, name="layer")(x), (2, 7, 8, 32), 512),
+], ids=["dense", "halves", "to heads", "from heads", "conv", "transposed conv"])  # fmt: skip
+def test_initial_weights_fill_torchs_range(layer, shape, fan_in):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return layer(x)
+
+    params = Model().init(jax.random.key(0), jnp.ones(shape))["params"]["layer"]
+    for weight in params["kernel"], params["bias"]:
+        assert 0.9 < np.abs(weight).max() * fan_in**0.5 <= 1
+    np.testing.assert_allclose(jnp.std(params["kernel"]), (3 * fan_in) ** -0.5, rtol=0.05)
 
 
 def test_on_a_tpu_one_product_gives_the_gradients_of_kernel_and_bias(monkeypatch):
