@@ -49,7 +49,7 @@ def seen(
 
     An inpainting UNet (p.sees) reads the mask and the latents of the picture, which is gray where
     the mask is True. As in LDM, the mask of a latent is that of its first pixel. InstructPix2Pix
-    reads the latents of the whole picture, which are not multiplied by latents.scale.
+    reads the latents of the whole picture, which are not standardized (Latents.to_unet).
     """
     factor, pixels = vae.factor(p.vae), to_range(pictures, p.latents.pixels)
     if p.sees == INPAINTING:
@@ -60,4 +60,4 @@ def seen(
     if p.sees != INPAINTING:
         return z
     small = mask[:, ::factor, ::factor, None].astype(z.dtype)
-    return jnp.concatenate([small, p.latents.scale * z], axis=-1)  # [B, h, w, 1 + Z]
+    return jnp.concatenate([small, p.latents.to_unet(z)], axis=-1)  # [B, h, w, 1 + Z]

@@ -53,6 +53,10 @@ class GridOptions(NamedTuple):
     rounded: bool = True
     """True if `linspace`, `karras` and `exponential` round fractional times of a discrete schedule
     to whole times. `leading` and `trailing` always use whole times."""
+    middles: bool = False
+    """True if the sampler also evaluates D between the levels, as DPM-Solver-2 does. The times
+    there are those of the noise instead of an interpolation. As in diffusers, `karras` then rounds
+    the times of the levels."""
 
 
 def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions) -> Grid:
@@ -73,7 +77,13 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions)
     if len(sigmas) == s.steps:
         sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
-    return Grid(sigmas, noise.time if times is None else _interpolated(sigmas[:-1], times))
+    if times is None:
+        return Grid(sigmas, noise.time)
+    time = _interpolated(sigmas[:-1], times)
+    if placement.middles:
+        at_levels = time
+        time = lambda sigma: jnp.where(jnp.isin(sigma, sigmas), at_levels(sigma), noise.time(sigma))
+    return Grid(sigmas, time)
 
 
 def check(noise: Noise, name: str) -> None:
@@ -146,7 +156,8 @@ def karras(noise: Noise, s: Any, placement: GridOptions, end: str) -> tuple[Sigm
     """
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
-    return sigmas, _times_of(noise, s, sigmas[: s.steps], np.round if placement.rounded else None)
+    rounded = np.round if placement.rounded or placement.middles else None
+    return sigmas, _times_of(noise, s, sigmas[: s.steps], rounded)
 
 
 def exponential(

@@ -121,7 +121,8 @@ def check(s: Any, *, sees_picture: bool = False) -> None:
         )
     uses_cfg_pp = guidance_kinds.cfg_pp in kinds
     with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
-    if uses_cfg_pp and (with_churn or sampler.func is stochastic.restart):
+    between = sampler.func is stochastic.restart or s.method.placement.middles
+    if uses_cfg_pp and (with_churn or between):
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
             f"{s.name!r}, because this sampler also evaluates the network between the levels of "

@@ -1,4 +1,4 @@
-"""Multistep samplers, which reuse earlier evaluations of D: PLMS, DPM-Solver++(2M), UniPC, DEIS.
+"""Multistep samplers, which reuse earlier evaluations of D: PLMS, LMS, DPM-Solver++, UniPC, DEIS.
 
 A sampler takes (denoise, x, sigmas, noise) and returns x at the last noise level. onestep.py
 describes these arguments.
@@ -101,6 +101,25 @@ def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images
     return plms(denoise, x, sigmas, noise, turns=(to_v, to_slope))
 
 
+def lms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """Sample with k-diffusion's linear multistep method, Adams-Bashforth of order 4 in sigma.
+
+    The polynomial through the slopes of this step and of the last three is integrated exactly over
+    the step. The first steps use fewer slopes. The sampler adds no noise.
+    """
+    del noise  # Deterministic.
+
+    def step(carry, inputs):
+        x, d_1, d_2, d_3 = carry  # x, and the slopes of three earlier steps.
+        sigma, w = inputs
+        d = (x - denoise(x, same_level(sigma, x))) * (1 / sigma)
+        return (x + (w[0] * d + w[1] * d_1 + w[2] * d_2 + w[3] * d_3), d, d_1, d_2), None
+
+    zero = jnp.zeros_like(x)
+    inputs = (sigmas[:-1], _lms_weights(sigmas))
+    return jax.lax.scan(step, (x, zero, zero, zero), inputs)[0][0]
+
+
 def dpmpp_2m(
     denoise: Denoiser,
     x: Images,
@@ -132,6 +151,31 @@ def dpmpp_2m(
 
     carry = (x, jnp.zeros_like(x), jnp.zeros(()))
     return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
+
+
+def dpmpp_2s(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """Sample with DPM-Solver++(2S) (Lu et al. 2022, Algorithm 1), in pairs of levels of the grid.
+
+    The first step of a pair is of first order. The second one starts where the pair starts, and
+    goes over both with the difference of D at the two levels. So N steps take N evaluations of D. A
+    step to 0 is of first order. The sampler adds no noise.
+    """
+    del noise  # Deterministic.
+
+    def step(carry, inputs):
+        x, begin, x0_begin = carry  # The start of the pair, and D there.
+        i, sigma_begin, sigma, sigma_next = inputs
+        x0 = denoise(x, same_level(sigma, x))
+        second = (i % 2 == 1) & (sigma_next > 0)
+        h = jnp.log(sigma_begin / jnp.where(second, sigma_next, sigma / 2))
+        r = jnp.where(second, jnp.log(sigma_begin / sigma) / h, 1)
+        d = jnp.where(second, x0_begin + (x0 - x0_begin) / (2 * r), x0)
+        start, level = jnp.where(second, begin, x), jnp.where(second, sigma_begin, sigma)
+        return (d + sigma_next / level * (start - d), x, x0), None
+
+    n = jnp.arange(len(sigmas) - 1)
+    inputs = (n, sigmas[jnp.maximum(n - 1, 0)], sigmas[:-1], sigmas[1:])
+    return jax.lax.scan(step, (x, x, jnp.zeros_like(x)), inputs)[0][0]
 
 
 def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
@@ -215,6 +259,24 @@ def deis(
     before = lambda k: sigmas[jnp.maximum(jnp.arange(n) - k, 0)]
     inputs = (jnp.arange(n), sigmas[:-1], before(1), before(2), sigmas[1:])
     return jax.lax.scan(step, (x, zero, zero), inputs)[0][0]
+
+
+def _lms_weights(sigmas: Sigmas) -> Float[Array, "n 4"]:
+    """Return the weights of `lms`: integrals of Lagrange polynomials over each step.
+
+    Gauss' quadrature with two nodes is exact for polynomials of degree 3.
+    """
+    n, k = jnp.arange(len(sigmas) - 1)[:, None], jnp.arange(4)
+    exists = k <= n  # [n, 4]
+    points = sigmas[jnp.maximum(n - k, 0)]  # [n, 4]
+    others = exists[:, None] & (k != k[:, None])  # [n, 4, 4]; the last axis is multiplied over
+    gaps = jnp.where(others, points[:, :, None] - points[:, None], 1)
+    middle, half = (sigmas[1:] + sigmas[:-1]) / 2, (sigmas[1:] - sigmas[:-1]) / 2
+    total = jnp.zeros_like(points)
+    for node in (-(3**-0.5), 3**-0.5):
+        ahead = (middle + node * half)[:, None, None] - points[:, None]  # [n, 1, 4]
+        total += jnp.where(others, ahead / gaps, 1).prod(-1)
+    return jnp.where(exists, half[:, None] * total, 0)
 
 
 def _moments(v: Float[Array, ""]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Single-step samplers: Heun's method, Euler's method, DDIM, DDPM and LCM.
+"""Single-step samplers: Heun's method, Euler's method, DPM-Solver-2, DDIM, DDPM and LCM.
 
 Each step uses only the current x, unlike the steps of the samplers in multistep.py.
 
@@ -138,6 +138,48 @@ def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 def euler_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Sample with k-diffusion's ancestral Euler method, which equals `ddim` with eta = 1."""
     return ddim(denoise, x, sigmas, noise, eta=1.0)
+
+
+def dpm2(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """Sample with DPM-Solver-2 in the form of Karras et al. 2022 (k-diffusion's sample_dpm_2).
+
+    N steps take 2 N - 1 evaluations of D: the slope of a step is that at its middle in ln sigma.
+    The last step follows the slope at its start. Steps that start above NO_SIGNAL do so, too.
+    """
+    return _dpm2(denoise, x, sigmas, noise, 0.0)
+
+
+def dpm2_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """Sample with k-diffusion's ancestral DPM-Solver-2.
+
+    A step of `dpm2` to a lower level precedes new noise, as in `euler_ancestral`. The last step
+    adds no noise.
+    """
+    return _dpm2(denoise, x, sigmas, noise, 1.0)
+
+
+def _dpm2(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, eta: float) -> Images:
+    start, end = sigmas[:-1], sigmas[1:]
+    r = end / start
+    up = (eta * end * jnp.sqrt(1 - r**2)).at[-1].set(0)
+    down = (end * jnp.sqrt((1 - eta**2) + (eta * r) ** 2)).at[-1].set(end[-1])
+    # With eta = 1, the middle is the end. The factor keeps it off the levels of the grid, because
+    # the grid may round the times of its levels. The last step has only its first evaluation.
+    middle = (jnp.sqrt(start * down) * (1 + 1e-6)).at[-1].set(end[-1])
+
+    def evaluate(carry, k):
+        x, begin, d = carry  # begin and d: the start of the step, and the slope there.
+        i, first = k // 2, k % 2 == 0
+        level = jnp.where(first, start[i], middle[i])
+        d_here = (x - denoise(x, same_level(level, x))) / level
+        begin = jnp.where(first, x, begin)
+        slope = jnp.where(first | (start[i] <= NO_SIGNAL), d_here, d)
+        target = jnp.where(first, middle[i], down[i])
+        added = jnp.where(first, 0, up[i]) * noise(i)
+        return (begin + (target - start[i]) * slope + added, begin, d_here), None
+
+    evaluations = jnp.arange(2 * len(start) - 1)
+    return jax.lax.scan(evaluate, (x, x, jnp.zeros_like(x)), evaluations)[0][0]
 
 
 def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:

@@ -40,15 +40,20 @@ class _Methods(Table):
 
 
 _UNROUNDED, _WITH_END = GridOptions(rounded=False), GridOptions(includes_end=True)
+_MIDDLES = GridOptions(rounded=False, middles=True)
 SAMPLERS = _Methods(
     heun=Method(onestep.heun, placement=_UNROUNDED),
     euler=Method(onestep.euler, placement=_UNROUNDED),
     euler_ancestral=Method(onestep.euler_ancestral, placement=_UNROUNDED),
+    dpm2=Method(onestep.dpm2, placement=_MIDDLES),
+    dpm2_ancestral=Method(onestep.dpm2_ancestral, placement=_MIDDLES),
     ddim=Method(onestep.ddim, grid="ldm"),
     ddpm=Method(onestep.ddpm, grid="ldm", end="sigma_min"),
     plms=Method(multistep.plms, grid="ldm"),
     plms_v=Method(multistep.plms_v, grid="ldm"),
+    lms=Method(multistep.lms, placement=_UNROUNDED),
     dpmpp_2m=Method(multistep.dpmpp_2m, placement=_WITH_END),
+    dpmpp_2s=Method(multistep.dpmpp_2s, placement=_WITH_END),
     unipc=Method(multistep.unipc, placement=_WITH_END),
     deis=Method(multistep.deis, placement=_WITH_END),
     dpmpp_2m_sde=Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),

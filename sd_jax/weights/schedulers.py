@@ -32,6 +32,8 @@ class Scheduler(NamedTuple):
     """Default values of the class's options, where they differ from those of most schedulers."""
     only: Config = MappingProxyType({})
     """Maps options of the class to the tuple of their supported values."""
+    grid: str = ""
+    """The grid of a class without the option timestep_spacing."""
     exact_end: bool = False
     """Whether sampling at zero terminal SNR starts from noise without any signal."""
     exploding: bool = False
@@ -56,6 +58,14 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         "set_alpha_to_one skip_prk_steps",
         {"timestep_spacing": "leading", "set_alpha_to_one": False, "skip_prk_steps": False},
     ),
+    "TCDScheduler": Scheduler(  # With eta = 0, as in diffusers' pipelines by default.
+        "ddim",
+        "clip_sample thresholding rescale_betas_zero_snr original_inference_steps",
+        {"set_alpha_to_one": False},
+        {"original_inference_steps": (50,)},
+        grid="lcm",
+        exact_end=True,
+    ),
     "DDPMScheduler": Scheduler(
         "ddpm",
         "clip_sample thresholding rescale_betas_zero_snr variance_type",
@@ -72,6 +82,15 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         "euler_ancestral", "rescale_betas_zero_snr", exploding=True
     ),
     "HeunDiscreteScheduler": Scheduler("heun", f"clip_sample {_GRIDS}", exploding=True),
+    "LMSDiscreteScheduler": Scheduler("lms", _GRIDS, exploding=True),
+    "KDPM2DiscreteScheduler": Scheduler("dpm2", _GRIDS, exploding=True),
+    "KDPM2AncestralDiscreteScheduler": Scheduler("dpm2_ancestral", _GRIDS, exploding=True),
+    "DPMSolverSinglestepScheduler": Scheduler(
+        "dpmpp_2s",
+        f"algorithm_type final_sigmas_type {_SOLVER} {_GRIDS}",
+        only={"solver_type": ("midpoint",), "final_sigmas_type": ("zero",)},
+        grid="linspace",
+    ),
     "DPMSolverMultistepScheduler": Scheduler(
         "dpmpp_2m",
         f"algorithm_type rescale_betas_zero_snr final_sigmas_type euler_at_final use_lu_lambdas "
@@ -87,8 +106,8 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "LCMScheduler": Scheduler(
         "lcm",
         "clip_sample thresholding rescale_betas_zero_snr original_inference_steps timestep_scaling",
-        {"timestep_spacing": "leading"},
-        {"original_inference_steps": (50,), "timestep_scaling": (10.0,)},
+        only={"original_inference_steps": (50,), "timestep_scaling": (10.0,)},
+        grid="lcm",
         exact_end=True,
     ),
     "UniPCMultistepScheduler": Scheduler(
@@ -155,12 +174,12 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
                 f"{name}'s {option} is {config[option]!r}, but only "
                 f"{' or '.join(map(repr, values))} is supported"
             )
-    spacing = config.get("timestep_spacing", "linspace")
+    spacing = scheduler.grid or config.get("timestep_spacing", "linspace")
     ldm = scheduler.defaults.get("set_alpha_to_one") is not None
     at_zero = config["set_alpha_to_one"] if ldm else config.get("final_sigmas_type") != "sigma_min"
     s = sampler._replace(
         name=_solver(config, scheduler.sampler, predicts),
-        grid="lcm" if scheduler.sampler == "lcm" else spacing,
+        grid=spacing,
         end="zero" if at_zero else "sigma_min",
         offset=config.get("steps_offset", 0),
         unit_start=not scheduler.exploding or spacing == "leading",

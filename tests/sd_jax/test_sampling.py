@@ -30,7 +30,8 @@ from tests.parity.sd import ldm_vae
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise in each step, or average v, which is not an average of eps.
 SWAYED = {
-    "ddpm", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "lcm", "plms_v", "restart"
+    "ddpm", "dpm2_ancestral", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "lcm", "plms_v",
+    "restart",
 }  # fmt: skip
 TABLE = noise.ldm_log_alphas()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)

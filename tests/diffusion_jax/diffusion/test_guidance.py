@@ -300,7 +300,7 @@ def test_static_threshold_clips_to_minus_1_and_1():
 
 
 @pytest.mark.parametrize(
-    ("name", "churn"), [("restart", 0.0), ("heun", 40.0), ("heun(churn=40)", 0.0)]
+    ("name", "churn"), [("restart", 0.0), ("dpm2", 0.0), ("heun", 40.0), ("heun(churn=40)", 0.0)]
 )
 def test_cfg_pp_is_rejected_with_samplers_that_evaluate_between_levels(name, churn):
     s = S._replace(name=name, churn=churn, guiding="cfg_pp")
