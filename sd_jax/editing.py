@@ -31,7 +31,7 @@ def wrapper(
     """
     factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
     moments: Any = p.vae.apply(vae_params, pixels, method="encode")
-    z = p.latents.scale * vae.mean_and_std(moments)[0]  # [B, h, w, Z]
+    z = p.latents.to_unet(vae.mean_and_std(moments)[0])  # [B, h, w, Z]
     eps, new = samplers.initial_noise(keys, z.shape[1:], 1), None
     if MASK in batch and p.sees != INPAINTING:
         b, h, w, _ = z.shape

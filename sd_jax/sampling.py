@@ -78,7 +78,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         if moments is None:
             pixels = to_range(batch[IMAGE], p.latents.pixels)
             moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
-        return posterior_sample(keys, moments) * p.latents.scale
+        return p.latents.to_unet(posterior_sample(keys, moments))
 
     def text(frozen, batch):
         return {"text": attended(p, encoder, frozen, batch)}  # [B, L, D]
@@ -131,7 +131,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         return height // factor, width // factor, p.vae.latent_channels
 
     def decode(frozen, batch, x):
-        z = x / p.latents.scale
+        z = p.latents.to_vae(x)
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
         to_pixels = lambda z: vae.apply(frozen["vae"], z, method="decode")
         images = vae_module.decode_in_slices(to_pixels, z, at_once)
@@ -164,7 +164,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
 def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> LatentArray:
     """Draw the latents of each image from the posterior with the given moments.
 
-    The result is not multiplied by latents.scale.
+    The result is not standardized; latents.to_unet does so.
     """
     shape = (*moments.shape[1:3], moments.shape[3] // 2)
     noise = samplers.gaussian_noise(keys, shape)(jnp.zeros((), jnp.int32))

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
+from jaxtyping import Array, Float
+
 from diffusion_jax import systems
 from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
@@ -46,6 +48,17 @@ class Latents(NamedTuple):
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
     or "unit" for [0, 1], as in MLPerf's published moments."""
+    shift: Annotated[float, ranges.Interval("(-inf, inf)")] = 0.0
+    """The number that is subtracted from samples of the VAE before they are scaled: diffusers'
+    shift_factor, 0.0609 for SD 3 and 0.1159 for FLUX.1."""
+
+    def to_unet(self, z: Float[Array, "... Z"]) -> Float[Array, "... Z"]:
+        """Map samples of the VAE to the latents that the UNet sees, which are standardized."""
+        return (z - self.shift) * self.scale
+
+    def to_vae(self, x: Float[Array, "... Z"]) -> Float[Array, "... Z"]:
+        """Map the UNet's latents to those that the VAE decodes, the inverse of `to_unet`."""
+        return x / self.scale + self.shift
 
 
 class Conditioning(NamedTuple):

@@ -68,6 +68,8 @@ class Checkpoint(NamedTuple):
     scheduler: Mapping[str, Any] | None = None
     """The content of scheduler_config.json in a diffusers directory, or what a file says about its
     noise; None if nothing is said."""
+    shift: float = 0.0
+    """Number that is subtracted from a sample of the VAE's posterior before it is scaled."""
 
 
 def load(
@@ -233,7 +235,8 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
 
     The variant `variant` of the UNet's weights is preferred.
     """
-    _check_pipeline(folder / "model_index.json")
+    if "unet" in wanted:  # The VAE and CLIP are also read from pipelines with other networks.
+        _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
         config = _diffusers_config(folder / "config.json")
@@ -256,8 +259,9 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
     predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
+    shift = configs.get("vae", {}).get("shift_factor") or 0.0
     return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler
+        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler, shift
     )
 
 
@@ -293,8 +297,9 @@ def _from_file(
         report.append(f"arrays of other networks, not used: {listed}")
     predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
+    size, scale, shift = facts.latent_size, facts.scale, facts.shift
     return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, facts.latent_size, facts.scale, scheduler
+        unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift
     )
 
 
@@ -346,6 +351,7 @@ def _for_diffusers(
     if checkpoint.vae:
         vae, params = checkpoint.vae
         config = formats.vae_to_diffusers(vae) | {"scaling_factor": checkpoint.scale}
+        config["shift_factor"] = checkpoint.shift or None
         state = names.vae_to_torch(params, vae, "diffusers")
         parts["vae"] = "diffusers", WEIGHTS, config, state
     if checkpoint.text:
@@ -358,7 +364,7 @@ def _config(checkpoint: Checkpoint) -> str:
     unet, c = checkpoint.unet, checkpoint
     text_config = text.to_transformers(c.text)[0] if c.text else {}
     network = unet.network if unet else None
-    facts = LdmSettings(network, c.predicts, c.latent_size, c.scale, text_config)
+    facts = LdmSettings(network, c.predicts, c.latent_size, c.scale, text_config, c.shift)
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 

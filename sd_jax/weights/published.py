@@ -13,7 +13,7 @@ from diffusion_jax import files
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import check_fits, make_programs
 from diffusion_jax.draw.stage import Stage
-from diffusion_jax.text import clip
+from diffusion_jax.text import clip, tokenize
 from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
@@ -174,7 +174,7 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
         unet.clone(dtype=dtype, attention_impl=attention),
         vae.clone(dtype=dtype),
         Conditioning(drop_to="empty", pad_to=0),
-        Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
+        Latents(image_size=size, scale=opened.scale, shift=opened.shift),
         Diffusion(predicts, noise=schedulers.read_diffusion(opened.scheduler or {})[1]),
         DEFAULTS,
     )
@@ -222,7 +222,7 @@ def _tokenizer(
             f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
             "and merges.txt"
         )
-    return clip.open_tokenizer(tokenizer, text.pads_with_0)
+    return tokenize.clip(tokenizer, open_clip=text.pads_with_0)
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:
