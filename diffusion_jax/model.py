@@ -123,7 +123,8 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         counts = batch.get("counts")
         if not objective.mean_flow:
             network = _network(unet, params, {**mixed, **added})
-            minimised, losses = objective.loss(params, network, x0, eps, sigma, counts)
+            masked = objective.masked(batch["loss_mask"]) if "loss_mask" in batch else objective
+            minimised, losses = masked.loss(params, network, x0, eps, sigma, counts)
             return minimised, loss_by_noise_level(losses, sigma)
         sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
         conditions = meanflow.Conditions(*({**c, **added} for c in (mixed, text, empty)))

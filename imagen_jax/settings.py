@@ -152,6 +152,7 @@ def check(s: Settings) -> None:
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
     settings.check_tags(s.data, s.text)
+    settings.check_loss_mask(s.data, s.diffusion.method)
     picture_fields.values(picture_fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):

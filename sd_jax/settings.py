@@ -252,6 +252,7 @@ def check(s: Settings) -> None:
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
     settings.check_tags(s.data, s.text)
+    settings.check_loss_mask(s.data, s.diffusion.method)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
     if s.pipeline.sees == PIX2PIX:
@@ -376,6 +377,11 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
     shapes.check(s.data.aspect_buckets, size, unit, resize=s.data.resize)
     if uses_moments(s.data):
         raise ValueError("data.source is 'moments': name a source of images, such as 'folder'")
+    if s.data.loss_mask:
+        raise ValueError(
+            f"data.loss_mask is {s.data.loss_mask!r}, but the loss of an autoencoder has no mask: "
+            "set it to ''"
+        )
 
 
 SYSTEMS = {

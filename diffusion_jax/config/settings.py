@@ -24,6 +24,7 @@ from diffusion_jax.config.ranges import (
 )
 
 CROPS = ("center", "random")
+LOSS_MASKS = ("", "alpha", "file")
 INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
 """Values of evaluation.inception_mode: "", and the keys of metrics.preprocess.INCEPTION."""
 UNCAPTIONED = ("error", "drop", "empty")
@@ -346,6 +347,9 @@ class Data(NamedTuple):
     batch, so that fine-tuning forgets less (prior preservation, Ruiz et al. 2022); "" for none."""
     prior_weight: Scale = 1.0
     """The weight in the loss of the pictures from `prior`. All other pictures have weight 1."""
+    loss_mask: Annotated[str, LOSS_MASKS] = ""
+    """What multiplies the loss of each pixel: "alpha", the opacity of the image; "file", the
+    brightness of NAME.mask.png beside the image in a folder; or "" for nothing."""
     fields: tuple[str, ...] = ()
     """Named numbers of each image that the network also sees, each as NAME=LOW..HIGH with its
     smallest and its largest value, such as aesthetic=0..10 (docs/data.md)."""
@@ -433,6 +437,27 @@ def check_tags(data: Data, text: Text) -> None:
         raise ValueError(
             "data.shuffle_tags and data.tag_drop_prob change the captions for each sample, but "
             "their embeddings are stored: leave text.store empty and name captions in data.text"
+        )
+
+
+def check_loss_mask(data: Data, method: str = "") -> None:
+    """Raise ValueError if the pixels' losses cannot be masked, for data or a training method."""
+    kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
+    for kind in kinds:
+        if data.loss_mask and kind == MOMENTS:
+            raise ValueError(
+                f"data.loss_mask is {data.loss_mask!r}, but stored moments have no masks: set it "
+                "to '', or name a source of images"
+            )
+        if data.loss_mask == "file" and kind != "folder":
+            raise ValueError(
+                f"data.loss_mask is 'file', but data.source is {kind!r}: only a folder has files "
+                "beside its images, so set data.loss_mask='alpha'"
+            )
+    if data.loss_mask and method.startswith("meanflow"):
+        raise ValueError(
+            f"data.loss_mask is {data.loss_mask!r}, but the loss of diffusion.method={method} has "
+            "no mask: set data.loss_mask=''"
         )
 
 

@@ -50,13 +50,61 @@ def crop(
             unknown, "too_small" if a side is shorter than `min_size`, "too_elongated" if the ratio
             of the sides exceeds `max_aspect`.
     """
-    image, smallest = _open(data), (resize, resize) if resize else shape
+    image = _open(data)
+    _check_size(image, min_size, max_aspect)
+    return _cropped(image, shape, resize, place)
+
+
+def crop_masked(
+    data: bytes,
+    shape: tuple[int, int],
+    *,
+    mask: bytes = b"",
+    resize: int = 0,
+    min_size: int = 0,
+    max_aspect: float = 0.0,
+    place: tuple[float, float] = CENTRE,
+) -> UInt8[np.ndarray, "H W 4"]:
+    """Return an image as `crop` does, with a fourth channel: the weights of its pixels in the loss.
+
+    A weight is the brightness of the encoded image `mask` (of its red, if it has colours) or, if
+    this is b"", the opacity of the image, whose transparent pixels then keep their stored colours.
+
+    Raises Unusable as `crop` does, with reason "broken_mask" for a mask of another size.
+    """
+    image = _open(data)
+    _check_size(image, min_size, max_aspect)
+    weights = _open(mask) if mask else None
+    if weights and weights.size != image.size:
+        raise Unusable(
+            "broken_mask", f"the mask is {weights.size}, but the image is {image.size} pixels"
+        )
+    if not weights and image.has_transparency_data:
+        try:
+            rgba = image.convert("RGBA")
+        except Exception as error:  # Pillow notices truncated files only here.
+            raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
+        image, weights = rgba.convert("RGB"), rgba.getchannel("A")
+        weights.info.pop("icc_profile", None)  # It is that of the colours.
+    colours = _cropped(image, shape, resize, place)
+    if not weights:
+        return np.concatenate([colours, np.full((*shape, 1), 255, np.uint8)], -1)
+    return np.concatenate([colours, _cropped(weights, shape, resize, place)[..., :1]], -1)
+
+
+def _check_size(image: Image.Image, min_size: int, max_aspect: float) -> None:
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, data.min_size is {min_size}")
     if max_aspect and max(image.size) > max_aspect * min(image.size):
         raise Unusable(
             "too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}"
         )
+
+
+def _cropped(
+    image: Image.Image, shape: tuple[int, int], resize: int, place: tuple[float, float]
+) -> UInt8[np.ndarray, "H W 3"]:
+    smallest = (resize, resize) if resize else shape
     cut = functools.partial(_resize, smallest=smallest, shape=shape, place=place)
     return np.asarray(_decode(image, max(smallest), cut))
 

@@ -54,26 +54,32 @@ class Mixture(Pictures):
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[PictureArray, Sequence[Any]]:
         """Read each picture and its text from the source that holds it; see Pictures.read."""
-        images, texts, _ = self.columns(indices, places)
+        images, texts, *_ = self.columns(indices, places)
         return images, texts
 
     def columns(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> Columns:
-        """Read each picture, its text and numbers from the source that holds it."""
+        """Read each picture, its text, numbers and mask from the source that holds it."""
         images: Any = None
+        mask: Any = None
         texts: list[Any] = [None] * len(indices)
         numbers = collections.defaultdict[str, Any](lambda: np.full(len(indices), np.nan))
         for part, rows, inside in self._split(indices):
-            read, captions, of_part = part.columns(inside, None if places is None else places[rows])
+            read, captions, of_part, masks = part.columns(
+                inside, None if places is None else places[rows]
+            )
             if images is None:
                 images = np.empty((len(indices), *read.shape[1:]), read.dtype)
+                mask = None if masks is None else np.empty(images.shape[:3], masks.dtype)
             images[rows] = read
+            if mask is not None:
+                mask[rows] = masks
             for row, text in zip(rows.tolist(), captions, strict=True):
                 texts[row] = text
             for name, values in of_part.items():
                 numbers[name][rows] = values
-        return Columns(images, texts, numbers)
+        return Columns(images, texts, numbers, mask)
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """Return each picture's caption or embeddings, without reading the image if possible."""

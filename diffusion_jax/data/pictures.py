@@ -37,6 +37,8 @@ class Columns(NamedTuple):
     """A caption, embeddings or captions.Captions for each picture."""
     numbers: Mapping[str, Float[np.ndarray, "B"]]
     """A number for each picture under the name of each field (Field.name)."""
+    mask: UInt8[np.ndarray, "B H W"] | None = None
+    """With data.loss_mask, the weight of each pixel in the loss, where 255 is 1."""
 
 
 class Pictures(abc.ABC):
@@ -209,7 +211,8 @@ class DecodedPictures(Pictures):
             records: the records.
             make: `make(image, place=(x, y))` decodes and crops a record's image, or raises
                 Unusable. In views made by `cropped_to`, the call has another keyword argument,
-                `shape`, the (height, width) of the crop.
+                `shape`, the (height, width) of the crop. With data.loss_mask, it also has `mask`,
+                the record's mask, and the result has a fourth channel, the loss's weights.
             data: the config's data group, which sets the minimum length of captions (min_chars) and
                 the allowed share of damaged records (max_broken).
             size_of: returns height and width of an encoded image, or (0, 0) if it is damaged.
@@ -217,7 +220,7 @@ class DecodedPictures(Pictures):
         self._size_of = size_of
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
-        self._fields = picture_fields.read(data.fields)
+        self._fields, self._masked = picture_fields.read(data.fields), bool(data.loss_mask)
         self._unusable: dict[int, str] = {}
         self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -265,7 +268,7 @@ class DecodedPictures(Pictures):
             ValueError: no usable replacement was found, or the share of damaged records exceeds
                 data.max_broken.
         """
-        images, texts, _ = self.columns(indices, places)
+        images, texts, *_ = self.columns(indices, places)
         return images, texts
 
     def columns(
@@ -274,7 +277,10 @@ class DecodedPictures(Pictures):
         """Decode pictures and return them with their texts and numbers; see `read`."""
         images, texts, numbers, _ = zip(*self._read(indices, places), strict=True)
         named = {f.name: np.array([of[f.name] for of in numbers]) for f in self._fields}
-        return Columns(np.stack(images), texts, named)
+        pixels = np.stack(images)
+        if not self._masked:
+            return Columns(pixels, texts, named)
+        return Columns(pixels[..., :3], texts, named, pixels[..., 3])
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._records.keys(indices)
@@ -326,6 +332,7 @@ class DecodedPictures(Pictures):
             except decoding.Unusable as error:
                 self._count(index, record.name, error)
         images = np.stack([i for i, _ in pairs]) if pairs else np.zeros((0,), np.uint8)
+        images = images[..., :3] if self._masked else images
         return np.array(usable, np.int64), images, [text for _, text in pairs]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
@@ -387,7 +394,8 @@ class DecodedPictures(Pictures):
             raise record.text
         text = captions.long_enough(record.text, self._filters["min_chars"])
         numbers = checked_numbers(record, self._fields)
-        return self._make(record.image, place=place), text, numbers
+        mask = {"mask": record.mask} if self._masked else {}
+        return self._make(record.image, place=place, **mask), text, numbers
 
     def _count(self, index: int, name: str, error: decoding.Unusable) -> None:
         with self._lock:
@@ -409,4 +417,5 @@ class DecodedPictures(Pictures):
 
 def _checksum(record: Record) -> int:
     text = f"{record.text}{record.numbers or ''}"
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(record.image))
+    pictures = zlib.crc32(record.mask, zlib.crc32(record.image))
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), pictures)

@@ -25,11 +25,13 @@ from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.captions import Tags
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import PictureArray, Pictures
+from diffusion_jax.data.pictures import Columns, PictureArray, Pictures
 from diffusion_jax.data.split import hashed, split
 from diffusion_jax.devices.sharding import batch_sharding
 
 HostBatch = dict[str, np.ndarray]
+LOSS_MASK = "loss_mask"
+"""Batch key of the weights of pixels in the loss, uint8 [B, H, W], with data.loss_mask."""
 COUNTS = "counts"
 """Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
@@ -267,8 +269,9 @@ def make_batches(
     """Return an iterator over batches of pictures.
 
     A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
-    the arrays returned by `tokenize`, and float32 [B] under the key of each field. With buckets, H
-    and W are the shape of the step's bucket.
+    those of pixels under LOSS_MASK if the pictures have masks, the arrays returned by `tokenize`,
+    and float32 [B] under the key of each field. With buckets, H and W are the shape of the step's
+    bucket.
 
     Args:
         pictures: the pictures.
@@ -304,22 +307,23 @@ def make_batches(
         samples = range(first, first + rows)
         places = _places(seed, samples) if crop == "random" else None
         view = views[buckets.bucket[indices[0]] if buckets else 0]
-        images, texts, numbers = view.columns(indices, places)
+        read = view.columns(indices, places)
         if flip:
-            images = _flip(images, seed, samples)
-        return batch_of(images, captions.chosen(texts, seed, samples, tags), numbers, indices)
+            flipped = lambda x: None if x is None else _flip(x, seed, samples)
+            read = read._replace(images=flipped(read.images), mask=flipped(read.mask))
+        return batch_of(read, captions.chosen(read.texts, seed, samples, tags), indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> HostBatch:
         view = views[buckets.bucket[indices[0]] if buckets else 0]
-        images, texts, numbers = view.columns(indices)
-        return batch_of(images, captions.chosen(texts, seed, indices.tolist()), numbers, indices)
+        read = view.columns(indices)
+        return batch_of(read, captions.chosen(read.texts, seed, indices.tolist()), indices)
 
-    def batch_of(
-        images: PictureArray, texts: Any, numbers: Any, indices: Int[np.ndarray, "B"]
-    ) -> HostBatch:
+    def batch_of(read: Columns, texts: Any, indices: Int[np.ndarray, "B"]) -> HostBatch:
         counts = pictures.counts(indices)
-        counted = {} if counts is None else {COUNTS: counts}
-        return {name: images, **counted, **tokenize(texts), **numbers_of(numbers, fields)}
+        weights = {} if counts is None else {COUNTS: counts}
+        weights |= {} if read.mask is None else {LOSS_MASK: read.mask}
+        numbers = numbers_of(read.numbers, fields)
+        return {name: read.images, **weights, **tokenize(texts), **numbers}
 
     # grain takes 12 us per element, so only indices pass through it one by one. The pictures of a
     # batch are read together.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, Shaped
 
 from diffusion_jax.config.named import Table
 from diffusion_jax.config.ranges import Interval
@@ -66,6 +66,20 @@ class Objective(NamedTuple):
             return eps
         draw = lambda key: jax.random.normal(key, (1, 1, eps.shape[-1]))
         return eps + self.offset * jax.vmap(draw)(keys)
+
+    def masked(self, mask: Shaped[Array, "B H W"]) -> "Objective":
+        """Return the objective that multiplies the loss of each pixel by mask / 255.
+
+        The mask is shrunk to the size of the network's output by averaging areas. The loss stays
+        the mean over all pixels, so a small mask makes it small (as in kohya's sd-scripts).
+        """
+
+        def distance(residual):
+            b, h, w, _ = residual.shape
+            areas = mask.reshape(b, h, mask.shape[1] // h, w, mask.shape[2] // w) / 255
+            return areas.mean((2, 4))[..., None] * self.distance(residual)
+
+        return self._replace(distance=distance)
 
     def loss(
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,

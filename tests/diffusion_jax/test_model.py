@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,6 +89,26 @@ def test_an_extra_network_input_is_used_in_training_measuring_and_sampling():
     guided = task.sample({}, {}, batch, keys, jnp.full(4, 3.0))
     expected = 3 * batch["text"].mean((1, 2)) + batch["score"]
     np.testing.assert_allclose(guided[:, 0, 0, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_weights_the_loss_of_each_pixel_as_kohyas_scripts_do():
+    """loss = (loss * mask).mean(): the mean over all pixels, of which black ones have no gradient.
+
+    The network's output is its parameters, so the target of each image is 0 + its noise-free x0.
+    """
+    batch, keys = a_batch(4), training_noise.keys_of(4)
+    network = lambda params, x, time, text, score: params
+    loss = lambda params, batch: a_task(network=network).loss(params, {}, batch, keys)[0]
+    rng = np.random.default_rng(1)
+    params = jnp.asarray(rng.normal(size=(4, 4, 4, 3)), jnp.float32)
+    mask = rng.choice([0, 51, 255], (4, 4, 4)).astype(np.uint8)
+    value, gradient = jax.value_and_grad(loss)(params, {**batch, "loss_mask": jnp.asarray(mask)})
+    share = mask[..., None] / 255
+    np.testing.assert_allclose(value, (np.float64(params) ** 2 * share).mean(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * params * share / params.size, atol=1e-7)
+    assert not np.asarray(gradient)[mask == 0].any()
+    white = {**batch, "loss_mask": jnp.full((4, 4, 4), 255, jnp.uint8)}
+    np.testing.assert_allclose(loss(params, white), loss(params, batch), rtol=1e-6)
 
 
 def test_losses_are_summed_and_counted_by_ranges_of_sigma():

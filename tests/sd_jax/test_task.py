@@ -172,6 +172,25 @@ def test_an_inpainting_model_is_trained_with_masks_of_its_pictures():
     assert not latents[mask.all((1, 2))].any()
 
 
+def test_a_mask_of_pixels_is_averaged_over_the_area_of_each_latent():
+    """As interpolate(mask, mode="area") in kohya's scripts. The network's output is `params`."""
+    s = with_network(tiny.settings(), lambda params, x, time, text: params)
+    encoder = lookup.open_encoder(s.text)
+    sd_task = task.make_task(s, encoder, None)
+    batch, keys = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, training_noise.keys_of(4)
+    mask = np.random.default_rng(2).choice([0, 255], (4, 8, 8), p=[0.7, 0.3]).astype(np.uint8)
+    params = jnp.asarray(np.random.default_rng(3).normal(size=(4, 4, 4, 4)), jnp.float32)
+    loss = lambda params: sd_task.loss(
+        params, {"text": ()}, {**batch, "loss_mask": jnp.asarray(mask)}, keys
+    )[0]
+    value, gradient = jax.value_and_grad(loss)(params)
+    share = mask.reshape(4, 4, 2, 4, 2).mean((2, 4))[..., None] / 255
+    eps = np.float64(training_noise.normal(keys, 0, 64)).reshape(4, 4, 4, 4)
+    np.testing.assert_allclose(value, (share * (params - eps) ** 2).mean(), rtol=1e-5)
+    assert 0 < (share == 0).mean() < 1
+    np.testing.assert_array_equal(np.asarray(gradient).any(-1, keepdims=True), share > 0)
+
+
 def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_whole_batch():
     s = tiny.settings(diffusion__offset_noise=0.1)
     s = with_network(s, plain_network)
@@ -279,6 +298,15 @@ def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
+        ({"data__loss_mask": "white"}, "data.loss_mask is 'white': choose from , alpha, file"),
+        (
+            {"data__source": "moments", "data__loss_mask": "alpha"},
+            "data.loss_mask is 'alpha', but stored moments have no masks: set it to '', or name",
+        ),
+        (
+            {"data__source": "webdataset", "data__loss_mask": "file"},
+            "data.loss_mask is 'file', but data.source is 'webdataset': only a folder has files",
+        ),
         ({"unet__in_channels": 8}, "is 8, as in InstructPix2Pix, which cannot be trained: set it"),
         (
             {"unet__in_channels": 9, "data__source": "moments", "vae__weights": ""},

@@ -149,9 +149,14 @@ def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
                 f"data.fields is {data.fields}, but the data source {data.source!r} gives no "
                 "numbers: leave data.fields empty, or define `columns` in the source"
             )
+        if data.loss_mask and data.source != "mixture":
+            raise ValueError(
+                f"data.loss_mask is {data.loss_mask!r}, but the data source {data.source!r} has no "
+                "image files: set data.loss_mask=''"
+            )
         return source
     crop = functools.partial(
-        decoding.crop,
+        decoding.crop_masked if data.loss_mask else decoding.crop,
         shape=(shapes.size, shapes.size),
         resize=data.resize,
         min_size=data.min_size,
@@ -187,6 +192,8 @@ def _with_prior(pictures: Pictures, data: Data, shapes: TaskShapes) -> Pictures:
             "text embeddings: set data.prior to '', or use one source of pictures with captions"
         )
     # "drop" leaves out sheet.png, the overview that sampling writes. All fields are unknown.
+    # Drawn pictures are opaque, so all of their pixels count.
+    data = data._replace(loss_mask=data.loss_mask and "alpha")
     changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop", "fields": ()}
     prior = _open_pictures(
         data._replace(source="folder", min_chars=0, min_size=0, **changes), shapes

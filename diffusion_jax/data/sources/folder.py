@@ -20,12 +20,15 @@ from diffusion_jax.data.records import Alternative, Record, Records
 from diffusion_jax.data.sources import metadata
 from diffusion_jax.files import untrusted
 
+MASK = "mask.png"
+"""The suffix of the masks of data.loss_mask="file"."""
+
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the folder of image files at a config's data.path, with its texts."""
-    return Folder(
-        records.path_of(data), data.text, data.uncaptioned, picture_fields.read(data.fields)
-    )
+    fields = picture_fields.read(data.fields)
+    masked = data.loss_mask == "file"
+    return Folder(records.path_of(data), data.text, data.uncaptioned, fields, MASK * masked)
 
 
 class Folder(Records):
@@ -37,6 +40,7 @@ class Folder(Records):
         text: str = "txt",
         uncaptioned: str = "error",
         fields: Sequence[Field] = (),
+        mask: str = "",
     ):
         """List the files and read the tables.
 
@@ -50,12 +54,13 @@ class Folder(Records):
                 and "empty" gives them the text "".
             fields: the numbers of each image. By default, they are in the tables of `text` or, if
                 it names none, in JSON files beside the images.
+            mask: suffix of the image file beside each image that holds its mask, or "" for none.
 
         Raises:
             FileNotFoundError: the folder does not exist.
             ValueError: there are no images, images lack a text and `uncaptioned` is "error", all
-                images lack a text and `uncaptioned` is "drop", images lack a number, or `text` or
-                `fields` names a table that is missing or damaged.
+                images lack a text and `uncaptioned` is "drop", images lack a number or mask, or
+                `text` or `fields` names a table that is missing or damaged.
         """
         self._root = pathlib.Path(path)
         records.check_exists([os.fspath(path)], "folder")
@@ -65,7 +70,9 @@ class Folder(Records):
         found = storage.walk(os.fspath(path), self._inventory)
         names = {name.removeprefix(prefix): records.suffix_of(name) for name in found}
         suffixes = names.values()
-        is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        is_mask = lambda name: bool(mask) and name.lower().endswith(f".{mask}")
+        is_picture = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        is_image = lambda name: is_picture(name) and not is_mask(name)
         images = [name for name in names if is_image(name)]
         records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         for part in parts:
@@ -83,7 +90,7 @@ class Folder(Records):
         # Images, and files or tables of texts and numbers.
         kinds = [*(part.suffix for part in parts), *(field.place for field in self._fields)]
         kinds = tuple(metadata.SUFFIXES.get(kind, kind) for kind in kinds)
-        self._files = [name for name in names if is_image(name) or name.lower().endswith(kinds)]
+        self._files = [name for name in names if is_picture(name) or name.lower().endswith(kinds)]
         empty = uncaptioned == "empty"
         self._images = [name for name in images if empty or name in captioned]
         self._without = set(self._images) - captioned
@@ -94,9 +101,15 @@ class Folder(Records):
                     f"{name!r} in data.fields: {', '.join(lacking[:3])}; add their numbers, or "
                     "remove these images"
                 )
+        self._masks = _beside(self._images, names, mask) if mask else {}
+        if mask and (lacking := [image for image in self._images if image not in self._masks]):
+            raise ValueError(
+                f"{len(lacking)} of {len(self._images)} images in {path} have no file .{mask} "
+                f"beside them: {', '.join(lacking[:3])}; add these masks, or set data.loss_mask=''"
+            )
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
+        self._count_others({name: kind for name, kind in names.items() if not is_picture(name)})
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
@@ -148,7 +161,10 @@ class Folder(Records):
                 if isinstance(contents, Unusable)
                 else records.read_numbers(contents, of_file)
             )
-        return Record(image, text, name, numbers)
+        mask = self._contents(self._masks[name]) if self._masks else b""
+        if isinstance(mask, Unusable):
+            return Record(b"", mask, name)
+        return Record(image, text, name, numbers, mask)
 
     def _places_of(
         self, field: Field, images: Sequence[str], names: Collection[str]

@@ -1,0 +1,111 @@
+"""Masks of the loss, from the opacity of pictures and from files beside them."""
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from diffusion_jax.config.settings import Data, check_loss_mask
+from diffusion_jax.data import pipeline, sources
+from diffusion_jax.data.mixture import Mixture
+
+SIDE = 8
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (4, SIDE, SIDE, 4), np.uint8)
+
+
+def write(folder, pixels=PIXELS, **options):
+    folder.mkdir()
+    for n, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{n}.png", **options)
+        (folder / f"{n}.txt").write_text(f"picture {n}")
+    return folder
+
+
+def opened(folder, kind, **fields):
+    return sources.open_pictures(Data("folder", str(folder), loss_mask=kind, **fields), SIDE)
+
+
+def test_the_opacity_of_a_picture_is_the_mask_and_its_hidden_colours_are_kept(tmp_path):
+    read = opened(write(tmp_path / "a"), "alpha").columns(np.arange(4))
+    np.testing.assert_array_equal(read.images, PIXELS[..., :3])
+    np.testing.assert_array_equal(read.mask, PIXELS[..., 3])
+    plain = opened(tmp_path / "a", "").columns(np.arange(4))
+    assert plain.mask is None and np.abs(plain.images.astype(int) - read.images).max() > 50
+    images, _ = opened(tmp_path / "a", "alpha").read(np.arange(4))
+    np.testing.assert_array_equal(images, read.images)
+    _, images, _ = opened(tmp_path / "a", "alpha").usable(np.arange(4))
+    np.testing.assert_array_equal(images, read.images)
+
+
+def test_a_mask_is_turned_and_cropped_with_its_picture(tmp_path):
+    """The picture is twice as high as wide once its tag has turned it; the crop is at the top."""
+    wide = RNG.integers(0, 256, (1, SIDE, 2 * SIDE, 4), np.uint8)
+    exif, profile = Image.Exif(), ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+    exif[0x0112] = 6  # Turn by 90 degrees clockwise.
+    write(tmp_path / "a", wide, exif=exif, icc_profile=profile.tobytes())
+    turned = np.rot90(wide[0], -1)
+    read = opened(tmp_path / "a", "alpha").columns(np.array([0]), np.array([[0.0, 0.0]]))
+    np.testing.assert_array_equal(read.images[0], turned[:SIDE, :, :3])
+    np.testing.assert_array_equal(read.mask[0], turned[:SIDE, :, 3])
+
+
+def test_every_pixel_of_an_opaque_picture_counts(tmp_path):
+    read = opened(write(tmp_path / "a", PIXELS[..., :3]), "alpha").columns(np.arange(4))
+    assert (read.mask == 255).all()
+
+
+def test_a_file_beside_a_picture_is_its_mask_and_no_picture_itself(tmp_path):
+    write(tmp_path / "a", PIXELS[..., :3])
+    for n in range(4):
+        Image.fromarray(PIXELS[n, ..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
+    pictures = opened(tmp_path / "a", "file")
+    read = pictures.columns(np.arange(len(pictures)))
+    np.testing.assert_array_equal(read.images, PIXELS[..., :3])
+    np.testing.assert_array_equal(read.mask, PIXELS[..., 3])
+    before = pictures.contents(np.arange(4))
+    Image.fromarray(PIXELS[1, ..., 3]).save(tmp_path / "a" / "0.mask.png")
+    after = opened(tmp_path / "a", "file").contents(np.arange(4))
+    assert before[0] != after[0] and before[1:] == after[1:]
+    Image.fromarray(PIXELS[0, :4, :, 3]).save(tmp_path / "a" / "0.mask.png")
+    pictures = opened(tmp_path / "a", "file", max_broken=1.0)
+    usable, *_ = pictures.usable(np.arange(4))
+    assert usable.tolist() == [1, 2, 3] and pictures.skipped() == {"broken_mask": 1}
+    (tmp_path / "a" / "2.mask.png").unlink()
+    with pytest.raises(ValueError, match=r"1 of 4 images in .* have no file \.mask\.png beside"):
+        opened(tmp_path / "a", "file")
+
+
+def test_a_batch_holds_masks_that_are_mirrored_with_their_pictures(tmp_path):
+    pictures = opened(write(tmp_path / "a"), "alpha")
+    tokenize = lambda texts: {"n": np.array([int(text[-1]) for text in texts])}
+    with pipeline.make_batches(pictures, tokenize, batch_size=8, seed=0, flip=True) as batches:
+        batch = next(batches)
+    both = np.concatenate([batch["image"], batch[pipeline.LOSS_MASK][..., None]], -1)
+    mirrored = [
+        np.array_equal(x, PIXELS[n][:, ::-1]) for x, n in zip(both, batch["n"], strict=True)
+    ]
+    same = [np.array_equal(x, PIXELS[n]) for x, n in zip(both, batch["n"], strict=True)]
+    assert all(np.logical_xor(mirrored, same)) and any(mirrored) and any(same)
+
+
+def test_the_pictures_of_a_prior_count_in_full_beside_masked_ones(tmp_path):
+    write(tmp_path / "a", PIXELS[..., :3])
+    for n in range(4):
+        Image.fromarray(PIXELS[n, ..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
+    prior = write(tmp_path / "b", PIXELS[:1, ..., :3])
+    (prior / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "old"}\n')
+    pictures = opened(tmp_path / "a", "file", prior=str(prior))
+    assert isinstance(pictures, Mixture)
+    read = pictures.columns(np.array([4, 1]))
+    np.testing.assert_array_equal(read.mask, [np.full((SIDE, SIDE), 255), PIXELS[1, ..., 3]])
+
+
+def test_masks_are_refused_where_they_would_be_ignored():
+    with pytest.raises(ValueError, match=r"'diffusion_jax.examples.digits' has no image files"):
+        sources.open_pictures(Data("diffusion_jax.examples.digits", loss_mask="alpha"), 16)
+    with pytest.raises(ValueError, match=r"the loss of diffusion.method=meanflow\(\) has no mask"):
+        check_loss_mask(Data("folder", loss_mask="alpha"), "meanflow()")
+    mixture = Data("mixture", mixture=((1, "folder", "a", "txt"), (1, "arrow", "b", "txt")))
+    check_loss_mask(mixture._replace(loss_mask="alpha"))
+    with pytest.raises(ValueError, match=r"but data.source is 'arrow': only a folder has files"):
+        check_loss_mask(mixture._replace(loss_mask="file"))
