@@ -307,6 +307,13 @@ def check_size(p: Pipeline, field: str, size: int) -> None:
 
 
 def _check_text(s: Settings) -> None:
+    if s.text.learned_tokens:
+        name, given = f"text.learned_tokens is {s.text.learned_tokens!r}", s.unet_weights
+        if s.text.store or not given or s.lora.rank:
+            raise ValueError(
+                f"{name}, which trains only the vectors of this word: leave text.store empty, set "
+                "lora.rank=0, and name the model in unet.weights"
+            )
     if s.data.source in ("folder", "webdataset", "moments") and s.data.embedded:
         raise ValueError(
             f"data.text is {s.data.text!r}, but Stable Diffusion reads captions from the data: set "

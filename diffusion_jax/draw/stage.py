@@ -87,7 +87,7 @@ def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any], system:
         group, _, name = field.partition(".")
         config[group][name] = value
     s = systems.read(config, system)
-    finetune.check_wanted(fields.get("unet.weights"), s.lora)
+    finetune.check_wanted(fields.get("unet.weights"), s)
     if "text.weights" in fields and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"the text encoder of {workdir}, {s.text.encoder!r}, has no weights: leave out "
@@ -151,10 +151,10 @@ def load_guide(
             f"fields {shared(settings)}, but the guided model has {shared(s)}: choose a guide with "
             "the same values"
         )
-    if settings.lora.rank:
+    if settings.lora.rank or settings.text.learned_tokens:
         raise ValueError(
-            f"--guide={guide} is a LoRA, but a guide must be a complete model: name a run with "
-            "lora.rank 0"
+            f"--guide={guide} is a LoRA or a learned word, but a guide must be a complete model: "
+            "name a run that trains all weights"
         )
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
