@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config.named import Table
-from diffusion_jax.diffusion import guidance_kinds, onestep, stochastic
+from diffusion_jax.diffusion import guidance_kinds, onestep
 from diffusion_jax.diffusion.guidance_kinds import (
     COND,
     GUIDE,
@@ -108,17 +108,13 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
 
 
 def check(s: Any) -> None:
-    """Raise ValueError if cfg_pp is used with a sampler that evaluates D between grid levels."""
-    uses_cfg_pp, sampler = (
-        guidance_kinds.cfg_pp in (wrapper.func for wrapper in s.guides),
-        s.method.sampler,
-    )
-    with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
-    if uses_cfg_pp and (with_churn or sampler.func is stochastic.restart):
+    """Raise ValueError if cfg_pp is used with a sampler for whose steps its scale is wrong."""
+    uses_cfg_pp = guidance_kinds.cfg_pp in (wrapper.func for wrapper in s.guides)
+    if uses_cfg_pp and not onestep.is_straight(s.method.sampler):
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
-            f"{s.name!r}, because this sampler also evaluates the network between the levels of "
-            "its grid: choose ddim or euler, or heun with churn 0"
+            f"{s.name!r}, because its scale holds for straight steps from level to level only: "
+            "choose euler, or ddim with sampler.eta 0"
         )
 
 
