@@ -53,13 +53,15 @@ class System(NamedTuple):
     """(frozen, batch, x0) -> images in about [-1, 1]."""
     editor: Callable[[Frozen, Batch, Keys], Callable[[SamplerFunction], SamplerFunction]]
     """(frozen, batch, keys) -> a function that adapts the sampler to the batch's "image"."""
-    training_inputs: Callable[[Images, Keys], Condition] = lambda x0, keys: {}
-    """(x0, keys) -> the inputs that training adds to those of the text."""
-    sampling_inputs: Callable[[Batch, Keys, Images | None], tuple[Keys, Condition]] = (
-        lambda batch, keys, x0: (keys, {})
+    training_inputs: Callable[[Frozen, Batch, Images, Keys], Condition] = (
+        lambda frozen, batch, x0, keys: {}
     )
-    """(batch, keys, x0) -> the keys for the image's noise, and the inputs added to those of the
-    text. The held-out loss passes x0; sampling passes None."""
+    """(frozen, batch, x0, keys) -> the inputs that training adds to those of the text."""
+    sampling_inputs: Callable[[Frozen, Batch, Keys, Images | None], tuple[Keys, Condition]] = (
+        lambda frozen, batch, keys, x0: (keys, {})
+    )
+    """(frozen, batch, keys, x0) -> the keys for the image's noise, and the inputs added to those
+    of the text. The held-out loss passes x0; sampling passes None."""
     wrap_denoiser: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
     """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
     fields: Sequence[Field] = ()
@@ -110,7 +112,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         sigma = jax.vmap(draw)(_stream(keys, _SIGMA))  # [B]
         keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)  # Text dropout.
         kept = jax.vmap(keep)(_stream(keys, _KEPT))  # [B]
-        added = system.training_inputs(x0, _stream(keys, _INPUTS))
+        added = system.training_inputs(frozen, batch, x0, _stream(keys, _INPUTS))
         numbers = picture_fields.condition(system.fields, batch)
         numbers = picture_fields.dropped(numbers, _stream(keys, _FIELDS), system.field_drop_prob)
         text = system.text(frozen, batch)
@@ -133,7 +135,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
 
     def errors(params, frozen, batch, keys, sigma):
         x0 = system.target(frozen, batch, keys)
-        noise_keys, added = system.sampling_inputs(batch, keys, x0)
+        noise_keys, added = system.sampling_inputs(frozen, batch, keys, x0)
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
         numbers = picture_fields.condition(system.fields, batch)
@@ -159,7 +161,7 @@ def make_sampler_inputs(
 
     def sampler_inputs(params, frozen, batch, keys, guidance):
         shape = system.sample_shape(batch)
-        noise_keys, added = system.sampling_inputs(batch, keys, None)
+        noise_keys, added = system.sampling_inputs(frozen, batch, keys, None)
         prompts = dict(system.prompts(frozen, batch))
         numbers = picture_fields.condition(system.fields, batch, system.field_values)
         unknown = picture_fields.unknown(numbers)

@@ -96,7 +96,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
             return factor * height, factor * width, 3
         return s.sampler.height or side, s.sampler.width or side, 3
 
-    def training_inputs(x0, keys):
+    def training_inputs(frozen, batch, x0, keys):
         added = {"dropout_keys": keys} if getattr(unet, "dropout", 0) else {}
         if factor == 1:
             return added
@@ -106,7 +106,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         noisy = super_resolution.at_random_levels(small, objective.noise, keys, objective.scalings)
         return {**noisy, **added}
 
-    def sampling_inputs(batch, keys, x0):
+    def sampling_inputs(frozen, batch, keys, x0):
         if factor == 1:
             return keys, {}
         small = batch["low_res"] if x0 is None else super_resolution.shrink(x0, factor)

@@ -24,6 +24,7 @@ from diffusion_jax.task import Texts
 from diffusion_jax.text import prompt_weights
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
+from sd_jax.unet import PIX2PIX
 from sd_jax.weights import published, trained
 from sd_jax.weights.published import NO_FACTS, File
 
@@ -59,11 +60,16 @@ class StableDiffusion(Model):
         return sampling.tokenizer(s)(stage.encoder, prompts, s.negative_prompt)
 
     def check(self, low_res: Sequence[tuple[int, ...]], batch_sizes: Sequence[int]) -> None:
-        """Raise ValueError if there are pictures to enlarge, or a batch is too large for memory."""
+        """Raise ValueError if the pictures do not suit the model, or a batch needs much memory."""
         if low_res:
             raise ValueError(
                 "low_res is given, but Stable Diffusion has no stage that enlarges pictures: leave "
                 "it out, and draw over the picture (image=...) at a larger height and width"
+            )
+        if self.stages[0].settings.sees == PIX2PIX and self.strengths is None:
+            raise ValueError(
+                f"{self.stages[0].workdir} is InstructPix2Pix, which edits a picture: give it with "
+                "--image=FILE (image=... in Python)"
             )
         vae = self.stages[0].settings.vae
         program.check_fits(*self.shapes[0], vae.width * vae.channel_mult[0], batch_sizes[0])

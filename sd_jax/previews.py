@@ -33,7 +33,7 @@ def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Ar
     channels, for latents that are constant over the image.
     """
     z = p.vae.latent_channels
-    flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale
+    flat = p.latents.to_vae(jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]))
     latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))
     images: Any = p.vae.apply(vae_params, latents, method="decode")
     means = images.mean((1, 2))  # [2 Z + 1, 3]

@@ -22,7 +22,8 @@ Image-to-image: --image=photo.png --strength=0.6 draws over the picture in the l
 steps. Give one picture for all prompts, or one per prompt. Pictures are resized to --height and
 --width if these are given. Inpainting: --mask=mask.png has the size of the picture. White pixels
 are redrawn, and black pixels stay exactly as they are. With --strength=1, the redrawn part starts
-from pure noise.
+from pure noise. Models that were trained to inpaint see the mask. InstructPix2Pix edits the picture
+as the prompt says, with a second guidance scale: --guiding="pix2pix(image_scale=1.5)".
 
 The folder --out receives one PNG per image, sheet.png with all images and their prompts, and
 metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed

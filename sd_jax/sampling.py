@@ -16,10 +16,11 @@ from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.text.encoder import WEIGHTS
-from sd_jax import editing, previews
+from sd_jax import editing, masks, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Sampler, Settings
+from sd_jax.unet import PIX2PIX
 from sd_jax.vae import LatentArray, Moments
 
 NEGATIVE = "negative_"
@@ -47,6 +48,7 @@ def make_sampler_inputs(
     the guiding model, if there is one, at "guide". `batch` holds the tokens that `prompts` returns.
     To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3], and for inpainting "mask",
     bool [B, H, W], which is True at the pixels to redraw (see diffusion_jax/diffusion/editing.py).
+    Without them, an inpainting UNet sees an empty picture, and redraws all of it.
 
     Args:
         p: The model's settings. When pictures are edited, p.strength is the share of the sampling
@@ -76,7 +78,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         if moments is None:
             pixels = to_range(batch[IMAGE], p.latents.pixels)
             moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
-        return posterior_sample(keys, moments) * p.latents.scale
+        return p.latents.to_unet(posterior_sample(keys, moments))
 
     def text(frozen, batch):
         return {"text": attended(p, encoder, frozen, batch)}  # [B, L, D]
@@ -99,18 +101,37 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
             num_chunks = batch[WEIGHTS].shape[1] // encoder.max_tokens
             return encoder.tokenize_weighted(empties, num_chunks)
 
-        return {
+        def unseen():
+            shape = len(empties), *sample_shape(batch)
+            return {**text(frozen, negatives), "picture": jnp.zeros(shape)}
+
+        known = {
             guidance_kinds.COND: lambda: text(frozen, batch),
             guidance_kinds.NEGATIVE: lambda: text(frozen, negatives),
             guidance_kinds.EMPTY: lambda: text(frozen, empty()),
         }
+        return known | ({guidance_kinds.UNSEEN: unseen} if p.sees == PIX2PIX else {})
+
+    def training_inputs(frozen, batch, x0, keys):
+        if not p.sees:
+            return {}
+        mask = masks.random_masks(keys, *batch[IMAGE].shape[1:3])
+        return {"picture": editing.seen(p, frozen["vae"], batch[IMAGE], mask)}
+
+    def sampling_inputs(frozen, batch, keys, x0):
+        if x0 is not None or not p.sees:
+            return keys, training_inputs(frozen, batch, x0, keys)
+        shape = len(next(iter(batch.values()))), *p.output_shape
+        pictures = jnp.asarray(batch.get(IMAGE, np.zeros((*shape, 3), np.uint8)))
+        mask = jnp.asarray(batch.get(MASK, np.ones(pictures.shape[:3], bool)))
+        return keys, {"picture": editing.seen(p, frozen["vae"], pictures, mask)}
 
     def sample_shape(batch):
         height, width = batch[IMAGE].shape[1:3] if IMAGE in batch else p.output_shape
-        return height // factor, width // factor, unet.in_channels
+        return height // factor, width // factor, p.vae.latent_channels
 
     def decode(frozen, batch, x):
-        z = x / p.latents.scale
+        z = p.latents.to_vae(x)
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
         to_pixels = lambda z: vae.apply(frozen["vae"], z, method="decode")
         images = vae_module.decode_in_slices(to_pixels, z, at_once)
@@ -131,6 +152,8 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         sample_shape=sample_shape,
         decode=decode,
         editor=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
+        training_inputs=training_inputs,
+        sampling_inputs=sampling_inputs,
         wrap_denoiser=wrap_denoiser,
         fields=named,
         field_values=picture_fields.values(named, p.sampler.fields),
@@ -141,7 +164,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
 def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> LatentArray:
     """Draw the latents of each image from the posterior with the given moments.
 
-    The result is not multiplied by latents.scale.
+    The result is not standardized; latents.to_unet does so.
     """
     shape = (*moments.shape[1:3], moments.shape[3] // 2)
     noise = samplers.gaussian_noise(keys, shape)(jnp.zeros((), jnp.int32))

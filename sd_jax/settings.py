@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
+from jaxtyping import Array, Float
+
 from diffusion_jax import systems
 from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
@@ -28,7 +30,7 @@ from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
-from sd_jax.unet import UNet
+from sd_jax.unet import INPAINTING, PIX2PIX, UNet
 from sd_jax.vae import VAE
 
 PIXELS = ("symmetric", "unit")
@@ -47,6 +49,17 @@ class Latents(NamedTuple):
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
     or "unit" for [0, 1], as in MLPerf's published moments."""
+    shift: Annotated[float, ranges.Interval("(-inf, inf)")] = 0.0
+    """The number that is subtracted from samples of the VAE before they are scaled: diffusers'
+    shift_factor, 0.0609 for SD 3 and 0.1159 for FLUX.1."""
+
+    def to_unet(self, z: Float[Array, "... Z"]) -> Float[Array, "... Z"]:
+        """Map samples of the VAE to the latents that the UNet sees, which are standardized."""
+        return (z - self.shift) * self.scale
+
+    def to_vae(self, x: Float[Array, "... Z"]) -> Float[Array, "... Z"]:
+        """Map the UNet's latents to those that the VAE decodes, the inverse of `to_unet`."""
+        return x / self.scale + self.shift
 
 
 class Conditioning(NamedTuple):
@@ -110,6 +123,11 @@ class Pipeline(NamedTuple):
     """Share of the sampling steps that image-to-image takes; 1 starts from pure noise."""
     fields: tuple[str, ...] = ()
     """The config's data.fields: the numbers that the UNet sees besides the text."""
+
+    @property
+    def sees(self) -> str:
+        """What the UNet sees besides the noisy latents (unet.sees)."""
+        return unet_module.sees(self.unet.in_channels, self.vae.latent_channels)
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -237,6 +255,11 @@ def check(s: Settings) -> None:
     settings.check_tags(s.data, s.text)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
+    if s.pipeline.sees == PIX2PIX:
+        raise ValueError(
+            f"unet.in_channels is {s.unet.in_channels}, as in InstructPix2Pix, which cannot be "
+            f"trained: set it to {s.unet.out_channels}, or {2 * s.unet.out_channels + 1} to inpaint"
+        )
     check_size(s.pipeline, "latents.image_size", s.latents.image_size)
     check_pipeline(s.pipeline)
     _check_text(s)
@@ -245,8 +268,6 @@ def check(s: Settings) -> None:
 
 
 _OTHER_UNETS = {
-    9: "an inpainting model (latents, mask and masked picture)",
-    8: "InstructPix2Pix (latents and the picture to edit)",
     7: "an upscaler (latents and the small picture)",
     5: "a depth model (latents and a depth map)",
 }
@@ -265,7 +286,7 @@ def check_pipeline(p: Pipeline) -> None:
         ranges.check(type(group), group._asdict(), name)
     picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
     noise, prediction, *_ = objective.bound(p.diffusion)
-    guidance_module.check(p.sampler)
+    guidance_module.check(p.sampler, sees_picture=p.sees == PIX2PIX)
     samplers.check_method(p.diffusion, p.sampler)
     limited = p.sampler.grid and p.sampler.sigma_max
     if (noise.func, prediction.func) == (noise_module.cosine, precond.epsilon) and not limited:
@@ -283,7 +304,7 @@ def check_pipeline(p: Pipeline) -> None:
             "steps, but at least one is needed: increase strength or sampler.steps"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
-    if len(set(channels)) > 1:
+    if len(set(channels[::2] if p.sees else channels)) > 1:
         if family := _OTHER_UNETS.get(p.unet.in_channels):
             raise ValueError(
                 f"the UNet reads {p.unet.in_channels} channels, as {family} does: choose a model "
@@ -336,6 +357,11 @@ def _check_text(s: Settings) -> None:
 
 def _check_data(s: Settings) -> None:
     draws = s.run.sample_every or s.evaluation.every
+    if uses_moments(s.data) and s.pipeline.sees == INPAINTING:
+        raise ValueError(
+            "data.source is 'moments', but an inpainting model (unet.in_channels "
+            f"{s.unet.in_channels}) also encodes masked pictures: name a source of images"
+        )
     if not uses_moments(s.data):
         if not s.vae_weights:
             raise ValueError(

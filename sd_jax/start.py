@@ -18,7 +18,8 @@ from diffusion_jax.start.start_command import command
 from sd_jax.weights import checkpoints
 
 _VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
-_FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
+_FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels", "attention_levels",
+           "mid_attention", "quant_conv")  # fmt: skip
 
 
 def candidates() -> list[Candidate]:
@@ -40,7 +41,7 @@ def vae_fields(path: str) -> Changes:
     """
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]
-        scale = 1.0
+        scale, shift = 1.0, 0.0
     else:
         opened = checkpoints.load(path, parts=("vae",))
         if opened.vae is None:
@@ -49,8 +50,8 @@ def vae_fields(path: str) -> Changes:
                 "of sd_jax.train_vae"
             )
         fields = {name: getattr(opened.vae.network, name) for name in _FIELDS}
-        scale = opened.scale
-    values = {"vae.weights": path, "latents.scale": scale}
+        scale, shift = opened.scale, opened.shift
+    values = {"vae.weights": path, "latents.scale": scale, "latents.shift": shift}
     values |= {f"vae.{name}": fields[name] for name in _FIELDS}
     values |= {f"unet.{end}_channels": fields["latent_channels"] for end in ("in", "out")}
     return {name: (tuple(v) if isinstance(v, list) else v, "") for name, v in values.items()}

@@ -34,6 +34,8 @@ from diffusion_jax.nn.layers import (
 )
 from diffusion_jax.nn.picture_fields import with_fields
 
+INPAINTING, PIX2PIX = "inpainting", "InstructPix2Pix"
+
 
 class UNet(nn.Module):
     """Stable Diffusion's UNet. The defaults are those of 2.0."""
@@ -61,9 +63,10 @@ class UNet(nn.Module):
     """Number of groups of the norms in residual blocks and before the output (16 in MLPerf). The
     group norms of transformers always have 32 groups."""
     in_channels: Count = 4
-    """Number of channels of the latents."""
+    """Number of channels of the input. It is `out_channels` for a UNet that reads only the latents,
+    2 * out_channels + 1 for inpainting, and 2 * out_channels for InstructPix2Pix."""
     out_channels: Count = 4
-    """Number of channels of the prediction, which must equal in_channels."""
+    """Number of channels of the prediction, which must equal those of the latents."""
     remat: bool = False
     """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
@@ -82,6 +85,7 @@ class UNet(nn.Module):
         x: Float[Array, "B H W _"],
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
+        picture: Float[Array, "B H W _"] | None = None,
         **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
         """Return the network's raw output F, in float32.
@@ -90,6 +94,7 @@ class UNet(nn.Module):
             x: The noisy latents, scaled by the preconditioner's c_in.
             time: Timesteps from 0 to 999, possibly fractional.
             text: The text context. Attention has no mask, so it sees every token.
+            picture: Further channels of the input, which show a picture (sd_jax/editing.py).
             **fields: Named numbers of each image (nn/picture_fields.py).
 
         Raises:
@@ -116,6 +121,8 @@ class UNet(nn.Module):
 
         widths = [self.width * m for m in self.channel_mult]
         blocks = blocks_per_level(self.num_res_blocks, len(widths))
+        if picture is not None:
+            x = jnp.concatenate([x, picture], axis=-1)  # [B, H, W, in_channels]
         h = conv(x.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
         skips = [h]  # Each [B, h, w, C]; the way up pops them in reverse order.
         for level, width in enumerate(widths):
@@ -236,6 +243,16 @@ class Attention(nn.Module):
         too_wide = self.implementation == "cudnn" and head_dim > 128
         out = attend(q, k, v, implementation="xla" if too_wide else self.implementation)
         return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
+
+
+def sees(in_channels: int, latent_channels: int) -> str:
+    """Return what a UNet with so many input channels sees besides the noisy latents.
+
+    INPAINTING is a mask and the masked picture, PIX2PIX a picture to edit, and "" nothing, or what
+    this project does not support.
+    """
+    more = in_channels - latent_channels
+    return {latent_channels + 1: INPAINTING, latent_channels: PIX2PIX}.get(more, "")
 
 
 def transformer_widths(unet: UNet) -> set[int]:

@@ -1,6 +1,8 @@
-"""Autoencoder of Stable Diffusion (KL-f8): maps images to latents of 1/8 the size, and back.
+"""Autoencoder of latent diffusion models: maps images to latents of 1/8 the size, and back.
 
-With equal weights, it computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
+With equal weights, it computes the same numbers as AutoencoderKL of LDM (Rombach et al. 2022) and
+of diffusers. The defaults are the VAE of Stable Diffusion 1.x and 2.x; other fields give those of
+SDXL, SD 3, FLUX.1 and others (docs/models.md).
 
 Images are NHWC in [-1, 1]. In the shapes, B is the batch size, and H and W are the height and width
 of the images. h and w are the height and width at a level; the deepest level has those of the
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Count, Multiples, Width
+from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
@@ -30,10 +32,12 @@ Moments = Float[Array, "B h w _"]
 """Parameters of the posterior q(z | image): Z channels of means, then Z channels of log variances.
 """
 LatentArray = Float[Array, "B h w Z"]
+_SHARED = ("width", "channel_mult", "num_res_blocks", "attention_levels", "mid_attention",
+           "quant_conv", "dtype")  # fmt: skip
 
 
 class VAE(nn.Module):
-    """The autoencoder of Stable Diffusion, which maps images to latents and back."""
+    """The autoencoder of latent diffusion models, which maps images to latents and back."""
 
     width: Width = 128
     """Number of channels of the first convolution."""
@@ -44,14 +48,22 @@ class VAE(nn.Module):
     """Number of residual blocks of each level of the encoder; the decoder has one more."""
     latent_channels: Count = 4
     """Number of channels of the latents."""
+    attention_levels: Annotated[Sequence[int], Interval("[0, inf)"), [()]] = ()
+    """Levels whose residual blocks are followed by attention, as in VA-VAE; level 0 has the full
+    resolution."""
+    mid_attention: bool = True
+    """Whether there is attention between the two residual blocks of the deepest level."""
+    quant_conv: bool = True
+    """Whether 1x1 convolutions follow the encoder and precede the decoder. SD 3 and FLUX.1 have
+    none."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
     """The dtype of activations; weights are float32."""
 
     def setup(self) -> None:
         """Define the submodules, whose parameters have the keys "encoder" and "decoder"."""
-        shape = (self.width, self.channel_mult, self.num_res_blocks)
-        self.encoder = Encoder(*shape, self.latent_channels, self.dtype)
-        self.decoder = Decoder(*shape, self.dtype)
+        shape = {name: getattr(self, name) for name in _SHARED}
+        self.encoder = Encoder(latent_channels=self.latent_channels, **shape)
+        self.decoder = Decoder(**shape)
 
     def __call__(
         self, images: Float[Array, "B H W _"], eps: LatentArray
@@ -81,7 +93,7 @@ class VAE(nn.Module):
     def decode(self, z: LatentArray) -> Float[Array, "B H W _"]:
         """Decode latents to images in about [-1, 1].
 
-        The caller must first divide the UNet's latents by latents.scale.
+        The caller must first map the UNet's latents to those of the VAE (latents.to_vae).
         """
         return self.decoder(z)
 
@@ -93,6 +105,9 @@ class Encoder(nn.Module):
     channel_mult: Sequence[int]
     num_res_blocks: int
     latent_channels: int
+    attention_levels: Sequence[int] = ()
+    mid_attention: bool = True
+    quant_conv: bool = True
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -105,14 +120,17 @@ class Encoder(nn.Module):
             width = self.width * mult
             for i in range(self.num_res_blocks):
                 h = res(width, name=f"down_{level}_{i}_res")(h)  # [B, h, w, C]
+                if level in self.attention_levels:
+                    h = Attention(dtype=self.dtype, name=f"down_{level}_{i}_attn")(h)
             if level < len(self.channel_mult) - 1:  # [B, h/2, w/2, C]
                 name, pad = f"down_{level}_resample", (0, 1)  # Pads only below and to the right.
                 h = conv(h, width, name, kernel=3, stride=2, padding=pad, dtype=self.dtype)
-        h = _middle(h, self.dtype)  # [B, h, w, C]
+        h = _middle(h, self.mid_attention, self.dtype)  # [B, h, w, C]
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
         channels = 2 * self.latent_channels
         h = conv(h, channels, "out_conv", kernel=3, dtype=self.dtype)  # [B, h, w, 2 Z]
-        return dense(h, channels, "quant", dtype=self.dtype).astype(jnp.float32)
+        h = dense(h, channels, "quant", dtype=self.dtype) if self.quant_conv else h
+        return h.astype(jnp.float32)
 
 
 class Decoder(nn.Module):
@@ -121,20 +139,26 @@ class Decoder(nn.Module):
     width: int
     channel_mult: Sequence[int]
     num_res_blocks: int
+    attention_levels: Sequence[int] = ()
+    mid_attention: bool = True
+    quant_conv: bool = True
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, z: LatentArray) -> Float[Array, "B H W _"]:
         """Return the images that latents encode. They are not clipped to [-1, 1]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
-        h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
+        h = z.astype(self.dtype)  # [B, h, w, Z]
+        h = dense(h, z.shape[-1], "post_quant", dtype=self.dtype) if self.quant_conv else h
         width = self.width * self.channel_mult[-1]
         h = conv(h, width, "init_conv", kernel=3, dtype=self.dtype)  # [B, h, w, C]
-        h = _middle(h, self.dtype)
+        h = _middle(h, self.mid_attention, self.dtype)
         for level, mult in reversed(list(enumerate(self.channel_mult))):
             width = self.width * mult
             for i in range(self.num_res_blocks + 1):
                 h = res(width, name=f"up_{level}_{i}_res")(h)  # [B, h, w, C]
+                if level in self.attention_levels:
+                    h = Attention(dtype=self.dtype, name=f"up_{level}_{i}_attn")(h)
             if level > 0:
                 h = ops.repeat_2x2(h)  # [B, 2h, 2w, C]
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
@@ -246,10 +270,15 @@ def check(vae: VAE) -> None:
             f"vae.num_res_blocks is {vae.num_res_blocks} and vae.latent_channels is "
             f"{vae.latent_channels}: both must be at least 1"
         )
+    if any(level not in range(len(vae.channel_mult)) for level in vae.attention_levels):
+        raise ValueError(
+            f"vae.attention_levels is {tuple(vae.attention_levels)}, but vae.channel_mult has the "
+            f"levels 0 to {len(vae.channel_mult) - 1}"
+        )
 
 
-def _middle(h: Array, dtype: DTypeLike) -> Array:
+def _middle(h: Array, attention: bool, dtype: DTypeLike) -> Array:
     width = h.shape[-1]
     h = ResBlock(width, dtype, name="mid_res_0")(h)
-    h = Attention(dtype=dtype, name="mid_attn")(h)
+    h = Attention(dtype=dtype, name="mid_attn")(h) if attention else h
     return ResBlock(width, dtype, name="mid_res_1")(h)

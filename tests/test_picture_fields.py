@@ -1,6 +1,7 @@
 """An aesthetic score as an input of every network, from a column of the data to sampling."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,9 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, started, weights["params"])
 
 
-def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp_path):
+def test_a_lora_needs_the_ranges_of_its_bases_fields_and_full_finetuning_warns_of_others(
+    folder, tmp_path, caplog
+):
     config = quickstart.get_config()
     config.data.fields = ("aesthetic=0..10",)
     runs.claim(tmp_path, config.to_dict())
@@ -172,8 +175,8 @@ def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp
     inputs = prepared(read_settings(folder, "unet"), "unet")
     inputs.batches.close()
     weights = tiny.random_params(inputs.task)
-    start = lambda *texts: finetune.start(
-        inputs.task, Lora(rank=2), str(tmp_path), lambda: weights, texts
+    start = lambda *texts, rank=2: finetune.start(
+        inputs.task, Lora(rank=rank), str(tmp_path), lambda: weights, texts
     )
     assert start("csv:aesthetic=0..10").base
     message = (
@@ -181,6 +184,10 @@ def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp
     )
     with pytest.raises(ValueError, match=message):
         start("aesthetic=0..5")
+    start("csv:aesthetic=0..10", "year=0..1", rank=0)
+    assert not caplog.records
+    start("aesthetic=0..5", rank=0)
+    assert re.search(message, caplog.text)
     # A folder of diffusers has a config.json that says nothing about fields.
     (tmp_path / runs.CHECKPOINTS).rmdir()
     (tmp_path / runs.CONFIG).write_text('{"_class_name": "UNet2DConditionModel"}')

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,11 @@ def read(
     and their number is logged.
 
     Args:
-        path: a .txt with one prompt per line; a .csv, .tsv, .jsonl, .json or .parquet table with a
-            column of captions, or "FILE::COLUMN" to choose the column; one of COCO's caption files
-            (.json); or "SOURCE:PATH::TEXT" for the first caption of each record of a data source,
-            such as tfds:coco_captions@val::captions/text.
+        path: a .txt with one prompt per line, or a folder of .txt files with one prompt each; a
+            .csv, .tsv, .jsonl, .json or .parquet table with a column of captions, or "FILE::COLUMN"
+            to choose the column; one of COCO's caption files (.json); or "SOURCE:PATH::TEXT" for
+            the first caption of each record of a data source, such as
+            tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
         every: whether to return all captions of each record of a data source.
@@ -72,17 +74,27 @@ def numbers(
     An empty cell is NaN. Columns that the table lacks are left out; so the result is {} for a file
     that is not a table. Raises ValueError if a cell holds no number in its range.
     """
-    name, column = _located(os.fspath(path))
-    if not fields or os.path.splitext(name)[1].lower() not in rows.READERS:
-        return {}
-    table = list(rows.read(files.local(name)))
-    texts = [text for _, text in _column(name, table, column)]
-    kept = [row for row, text in zip(table, texts, strict=True) if text]
+    kept = table(path) if fields else []
     return {
         field.key: np.array([_number(place, row.get(field.name), field) for place, row in kept])
         for field in fields
         if any(field.name in row for _, row in kept)
     }
+
+
+def table(path: str | os.PathLike[str]) -> list[rows.Row]:
+    """Return the rows of a table that hold the prompts; [] for a file that is not a table."""
+    name, column = _located(os.fspath(path))
+    if os.path.splitext(name)[1].lower() not in rows.READERS:
+        return []
+    found = list(rows.read(files.local(name)))
+    texts = [text for _, text in _column(name, found, column)]
+    return [row for row, text in zip(found, texts, strict=True) if text]
+
+
+def names(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names, without .txt, of the files that hold the prompts of a folder; else []."""
+    return [pathlib.Path(place).stem for place, text in _folder(files.local(path)) if text]
 
 
 def _number(place: str, cell: Any, field: Field) -> float:
@@ -106,6 +118,8 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
     name, column = _located(name)
     path = files.local(name)
     suffix = path.suffix.lower()
+    if path.is_dir():
+        return _folder(path)
     if suffix in rows.READERS:
         return _column(name, rows.read(path), column)
     if suffix not in ("", ".txt") or column:
@@ -116,6 +130,11 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
         )
     lines = untrusted.split_lines(untrusted.read_text(path).rstrip())
     return ((f"line {number}", line.strip()) for number, line in enumerate(lines, 1))
+
+
+def _folder(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    paths = sorted(path.glob("*.txt"))
+    return ((str(file), untrusted.read_text(file).strip()) for file in paths)
 
 
 def _located(name: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 
+from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote
 
@@ -40,9 +41,10 @@ def is_url(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Return whether the path is a folder or, in an object store, a prefix of object names.
 
-    Raises ValueError if no installed package can open this kind of URL.
+    Raises OSError if access is denied, and ValueError if no installed package can open this kind of
+    URL.
     """
-    return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
+    return files.path(path).is_dir()
 
 
 def walk(folder: str, inventory: Inventory) -> list[str]:

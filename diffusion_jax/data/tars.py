@@ -19,6 +19,7 @@ import stat
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from jaxtyping import Int
 
 from diffusion_jax import files
 from diffusion_jax.data import records, storage
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.records import check_exists, suffix_of
 from diffusion_jax.files import untrusted
@@ -38,6 +40,8 @@ KEY = "__key__"
 BLOCK = 512
 """Bytes per block of a tar. The header of a member is the block before the member's contents."""
 _INDEX_VERSION = 3
+_OWNER = slice(265, 297)  # The bytes of a header that hold the name of the file's owner.
+_CHECKSUM = b"crc32:"
 _TRUNCATED = "truncated_tar"
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd.
 _CHUNK = 2**17
@@ -63,13 +67,20 @@ class Index(NamedTuple):
     """The files that are left out, and damaged places; see `members`."""
 
 
-def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
+def write(
+    path: str | os.PathLike[str],
+    records: Iterable[Mapping[str, bytes]],
+    *,
+    checksums: bool = False,
+) -> None:
     """Write records to a new tar. The tar appears under its name only once it is complete.
 
     Args:
         path: the path of the tar, in an existing folder.
         records: one dictionary per record, which maps each suffix to the contents of a file, and
             "__key__" to the record's name.
+        checksums: whether the owner of each file, which other programs ignore, is the checksum of
+            its contents, such as "crc32:0c2e7a51". Whoever reads the record checks it.
     """
     with (
         files.whole(path) as temporary,
@@ -80,7 +91,24 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
                 key = record[KEY].decode(errors="surrogateescape")
                 member = tarfile.TarInfo(f"{key}.{suffix}")
                 member.size = len(record[suffix])
+                member.uname = _checksum(record[suffix]).decode() if checksums else ""
                 tar.addfile(member, io.BytesIO(record[suffix]))
+
+
+def contents(member: bytes) -> bytes:
+    """Return the contents of a member: its bytes after the header.
+
+    Raises:
+        Unusable: with reason "wrong_checksum" if the header holds another checksum; see `write`.
+    """
+    owner, file = member[_OWNER].rstrip(b"\0"), member[BLOCK:]
+    if owner.startswith(_CHECKSUM) and owner != _checksum(file):
+        raise Unusable("wrong_checksum", "a file of it has changed since it was written")
+    return file
+
+
+def _checksum(file: bytes) -> bytes:
+    return b"%s%08x" % (_CHECKSUM, zlib.crc32(file))
 
 
 def load_index(tar: str) -> Index:
@@ -416,13 +444,11 @@ class _PlainUnpickler(untrusted.Unpickler):
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:
     try:
-        # Read into memory first, since np.load leaves a damaged file open.
-        with np.load(io.BytesIO(files.path(path).read_bytes()), allow_pickle=False) as saved:
-            if np.array_equal(saved["stamp"], stamp):
-                fields = {name: saved[name] for name in Index._fields}
-                inventory = Inventory(json.loads(str(fields["inventory"])))
-                return Index(**{**fields, "inventory": inventory})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        saved = untrusted.read_archive(io.BytesIO(files.path(path).read_bytes()))
+        if np.array_equal(saved.pop("stamp"), stamp):
+            inventory = Inventory(json.loads(str(saved["inventory"])))
+            return Index(**{**saved, "inventory": inventory})
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         pass  # The index is missing or damaged, so a new one is built.
     return None
 

@@ -107,9 +107,19 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
     return guide
 
 
-def check(s: Any) -> None:
-    """Raise ValueError if cfg_pp is used with a sampler for whose steps its scale is wrong."""
-    uses_cfg_pp = guidance_kinds.cfg_pp in (wrapper.func for wrapper in s.guides)
+def check(s: Any, *, sees_picture: bool = False) -> None:
+    """Raise ValueError if the sampler or the network cannot be guided as s.guiding says.
+
+    cfg_pp needs a sampler with straight steps, for which its scale holds. pix2pix needs a network
+    that sees the picture to edit, as `sees_picture` says.
+    """
+    kinds = [wrapper.func for wrapper in s.guides]
+    if guidance_kinds.pix2pix in kinds and not sees_picture:
+        raise ValueError(
+            f"sampler.guiding is {s.guiding!r}, but pix2pix needs a network that sees the picture "
+            "to edit (InstructPix2Pix): choose cfg or another kind of guidance"
+        )
+    uses_cfg_pp = guidance_kinds.cfg_pp in kinds
     if uses_cfg_pp and not onestep.is_straight(s.method.sampler):
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
@@ -176,6 +186,7 @@ GUIDANCE = _Joined(
     cfg_pp=guidance_kinds.cfg_pp,
     rescale=guidance_kinds.rescale,
     perp_neg=guidance_kinds.perp_neg,
+    pix2pix=guidance_kinds.pix2pix,
     cfg_zero=guidance_kinds.cfg_zero,
     tcfg=guidance_kinds.tcfg,
     fdg=guidance_kinds.fdg,

@@ -19,6 +19,8 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
+UNSEEN = "unseen"
+"""The condition of the negative text without the picture that the network edits."""
 Share = Annotated[int | float, Interval("[0, 1]")]
 Factor = Annotated[int | float, Interval("[0, 1000]")]
 Level = Annotated[int | float, Interval("[0, inf]")]
@@ -218,7 +220,22 @@ def perp_neg(guide: Guide, model: GuidedModel, *, weight: Factor = 1.0) -> Guide
         cond = d[COND] - weight * (b - projected(b, a))
         return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, guidance)
 
-    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE))
+    return guide._replace(combine=combine, needs=(COND, EMPTY, *guide.needs[1:]))
+
+
+def pix2pix(guide: Guide, model: GuidedModel, *, image_scale: Factor = 1.5) -> Guide:
+    """Apply InstructPix2Pix's second guidance scale (Brooks et al. 2023, equation 3).
+
+    The result is D_unseen + image_scale (D_other - D_unseen) + guidance (D_cond - D_other), where
+    D_unseen is D without the picture to edit, and D_other with the picture but without the text.
+    """
+    del model
+
+    def combine(d, x, sigma, guidance):
+        excess = (image_scale - 1) * (d[guide.other] - d[UNSEEN])
+        return guide.combine(d, x, sigma, guidance) + excess
+
+    return guide._replace(combine=combine, needs=(*guide.needs, UNSEEN))
 
 
 def projected(

@@ -22,7 +22,7 @@ from diffusion_jax import cli, files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
-from diffusion_jax.draw import seeds
+from diffusion_jax.draw import layouts, seeds
 from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
@@ -91,7 +91,10 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
                 folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
             file = f["prompts"].value
             prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
+            layout = _layout(f, prompts, out)
             model, inputs = open_model(prompts, folder)
+            if layout and inputs.all_sizes:
+                raise ValueError("--layout and --all_sizes exclude each other: leave one out")
             columns = [prompt_numbers(of.settings, len(inputs.captions)) for of in model.stages]
             inputs = inputs._replace(numbers=columns)
             rows = [i for i in range(len(inputs.captions)) for _ in range(f["num_images"].value)]
@@ -105,7 +108,7 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
         reported = progress.reported(
             batches, len(rows), "images", size=lambda batch: len(batch[-1])
         )
-        _write(model, inputs, out, rows, numbers, reported)
+        _write(model, inputs, out, rows, numbers, reported, layout)
         logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
 
     cli.run(main, "write --prompt={!r}")
@@ -158,11 +161,35 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "prompts", None, "A .txt file with one text per line, a table, or FILE::COLUMN."
         ),
+        flags.DEFINE_enum(
+            "layout",
+            None,
+            [*layouts.LAYOUTS],
+            "Write --out as the benchmark's own programs read "
+            "it; --prompts is its file (or folder) of prompts.",
+        ),
         integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
         flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
         integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
     ]
     return {holder.name: holder for holder in holders}
+
+
+def _layout(
+    f: Mapping[str, flags.FlagHolder], prompts: Sequence[str], out: pathlib.Path
+) -> layouts.Layout | None:
+    """Return the layout that --layout names. Raises ValueError if other flags do not fit it."""
+    name, file = f["layout"].value, f["prompts"].value
+    if name is None:
+        return None
+    if file is None or f["prompt"].value:
+        raise ValueError(f"--layout={name} needs --prompts=FILE, and no --prompt")
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(
+            f"--out={out} is not empty: give --layout={name} a new folder, because the benchmark "
+            "scores every picture in it"
+        )
+    return layouts.LAYOUTS[name](file, prompts, f["num_images"].value)
 
 
 def _rehearse(
@@ -191,13 +218,15 @@ def _rehearse(
 
 def _write(
     model: Model, inputs: Inputs, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
-    batches: Iterable[Sequence[Images]],
+    batches: Iterable[Sequence[Images]], layout: layouts.Layout | None = None,
 ) -> None:  # fmt: skip
     """Write each image of the batches, then metadata.jsonl and the contact sheet.
 
-    Image n draws text rows[n] with seed seeds[n]. Only process 0 writes.
+    Image n draws text rows[n] with seed seeds[n]. Only process 0 writes. By default, the names of
+    files contain seeds.
     """
     lines, images, card = [], [], model.card()
+    layout = layout or layouts.Layout([f"seed_{seed:06}.png" for seed in seeds])
     for batch in batches:
         with cli.bad_input():
             pixels = [sheets.to_uint8(images) for images in batch]
@@ -205,35 +234,41 @@ def _write(
             continue
         for sizes in zip(*pixels, strict=True):
             n = len(lines)
-            lines.append(_write_image(inputs, out, rows[n], seeds[n], sizes) | card)
             images.append(sizes[-1])
+            if len(images) % layout.parts == 0:
+                (out / layout.names[n]).parent.mkdir(parents=True, exist_ok=True)
+                sheets.write_png(out / layout.names[n], layouts.joined(images[-layout.parts :]))
+            lines.append(_line(inputs, out, rows[n], seeds[n], layout.names[n], sizes[:-1]) | card)
     if jax.process_index() == 0:
+        for name, text in layout.texts.items():
+            files.write_whole(out / name, text)
         index = "".join(json.dumps(line) + "\n" for line in lines)
         files.write_whole(out / "metadata.jsonl", index)
         sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
         sheets.write_png(out / "sheet.png", sheet)
 
 
-def _write_image(
+def _line(
     inputs: Inputs,
     out: pathlib.Path,
     text: int,
     seed: int,
-    sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
+    name: str,
+    smaller: Sequence[UInt8[np.ndarray, "_ _ 3"]],
 ) -> dict[str, Any]:
-    """Write the PNG files of one image, and return the first part of its line of metadata.jsonl.
+    """Return the first part of an image's line of metadata.jsonl.
 
-    `text` is the index of the image's text. `sizes` holds the image at the size of each stage.
+    With inputs.all_sizes, write the images `smaller` of the cascade's earlier stages. `text` is the
+    index of the image's text, and `name` its file.
     """
-    name = f"seed_{seed:06}"
-    line: dict[str, Any] = {"file_name": f"{name}.png", "text": inputs.captions[text]}
+    line: dict[str, Any] = {"file_name": name, "text": inputs.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in inputs.paths.items() if paths}
     numbers = {key: float(x[text]) for of_stage in inputs.numbers for key, x in of_stage.items()}
     line |= {key: number for key, number in numbers.items() if not np.isnan(number)}
     line |= {"seed": seed}
-    sheets.write_png(out / line["file_name"], sizes[-1])
     if inputs.all_sizes:
-        line["smaller"] = [f"{name}_{image.shape[0]}.png" for image in sizes[:-1]]
-        for smaller, image in zip(line["smaller"], sizes, strict=False):
-            sheets.write_png(out / smaller, image)
+        stem = name.removesuffix(".png")
+        line["smaller"] = [f"{stem}_{image.shape[0]}.png" for image in smaller]
+        for path, image in zip(line["smaller"], smaller, strict=True):
+            sheets.write_png(out / path, image)
     return line

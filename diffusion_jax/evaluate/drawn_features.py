@@ -23,7 +23,7 @@ from PIL import Image
 from diffusion_jax import cli, files
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.files import settings_record, sheets
+from diffusion_jax.files import settings_record, sheets, untrusted
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics.cards import Card
 
@@ -202,8 +202,8 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _read_shard(path: pathlib.Path) -> FeaturesByKind:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as features:
-        return dict(features)
+    with path.open("rb") as file:
+        return untrusted.read_archive(file)
 
 
 def _is_whole(path: pathlib.Path) -> bool:

@@ -14,7 +14,6 @@ from diffusion_jax.data import sources
 from diffusion_jax.files import sheets
 from diffusion_jax.metrics import (
     cards,
-    clip_score,
     clip_towers,
     dinov2,
     extractors,
@@ -392,8 +391,6 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
 
 
 def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> FeatureJudge:
-    image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
-    extract = lambda images, prompts: (
-        clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),
-    )
+    cosines = clip_towers.pair_cosines(clip)
+    extract = lambda images, prompts: (cosines(images, prompts),)
     return FeatureJudge(cards.make_card(clip.image, **card), ("clip",), extract)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from diffusion_jax.metrics import preprocess
+from diffusion_jax.metrics import clip_score, extractors, preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import clip, clip_weights, tokenize
 from diffusion_jax.weights import pretrained, torch_weights
@@ -79,6 +79,18 @@ def load(
         extractor(text_tower, text_table, "tokens", lambda ids: ids),
         lambda texts: tokenizer(texts, text_tower.max_tokens)["text_ids"],
     )
+
+
+def pair_cosines(
+    clip: ClipExtractors, batch_size: int | None = None
+) -> Callable[[np.ndarray, Sequence[str]], Float[np.ndarray, "B 1"]]:
+    """Return a function that maps images [B, H, W, 3] and their B texts to cosines from -1 to 1.
+
+    The CLIP score is the mean of the cosines. The devices process `batch_size` pairs at a time;
+    None stands for all pairs at once.
+    """
+    image, text = (extractors.on_host(tower, batch_size) for tower in (clip.image, clip.text))
+    return lambda images, texts: clip_score.cosines(image(images), text(clip.tokenize(list(texts))))
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:

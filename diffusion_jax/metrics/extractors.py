@@ -129,7 +129,7 @@ def inception_extractor(
     )
 
 
-def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Extractor:
+def load_inception(path: str = "", mode: str = "pytorch", level: str = "2048") -> Extractor:
     """Load the FID Inception from a weight file and return it as a feature extractor.
 
     If `path` is "", the public weights are downloaded. For errors, see weights.load and
@@ -239,17 +239,22 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
     return run
 
 
-def on_host(extractor: Extractor) -> Callable[[np.ndarray], FeatureRows]:
+def on_host(
+    extractor: Extractor, batch_size: int | None = None
+) -> Callable[[np.ndarray], FeatureRows]:
     """Return a function that maps images or token ids [B, ...] on the host to features [B, D].
 
-    Every process must call the returned function with the same array.
+    The devices process `batch_size` rows at a time; None stands for all rows at once. Every process
+    must call the returned function with the same array.
     """
     mesh = sharding.make_mesh()
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
 
     def run_rows(rows: np.ndarray) -> FeatureRows:
-        padded = rows[np.arange(_padded_size(len(rows), mesh)) % len(rows)]
-        return np.asarray(run(params, place(padded, batch_sharding(mesh))))[: len(rows)]
+        size = _padded_size(batch_size or len(rows), mesh)
+        batches = (rows[np.arange(i, i + size) % len(rows)] for i in range(0, len(rows), size))
+        parts = [np.asarray(run(params, place(b, batch_sharding(mesh)))) for b in batches]
+        return np.concatenate(parts)[: len(rows)]
 
     return run_rows
 

@@ -1,5 +1,9 @@
-"""Text encoders: T5, CLIP, MiniLM, hashed words (without a download), precomputed embeddings."""
+"""Text encoders: T5, CLIP, MiniLM, hashed words (without a download), precomputed embeddings.
 
-from diffusion_jax.text.encoder import TextEncoder, embed
+The names in `__all__` are stable (docs/library.md). They need neither the trainer nor TensorFlow.
+"""
 
-__all__ = ["TextEncoder", "embed"]
+from diffusion_jax.text.encoder import TextEncoder, embed, outputs
+from diffusion_jax.text.registry import load
+
+__all__ = ["TextEncoder", "embed", "load", "outputs"]

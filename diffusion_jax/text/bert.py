@@ -82,8 +82,8 @@ class Bert(nn.Module):
 def encoder(
     weights: str | os.PathLike[str],
     *,
-    width: int,
-    max_tokens: int,
+    width: int | None = None,
+    max_tokens: int | None = None,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
     """Open BERT's weights and tokenizer, and return a text encoder.
@@ -92,8 +92,10 @@ def encoder(
 
     Args:
         weights: a folder or a Hugging Face name; "" for all-MiniLM-L6-v2 from its Python package.
-        width: the embedding width, which must match the weights: 384 for MiniLM.
-        max_tokens: number of tokens per text. A longer text is cut but still ends with [SEP].
+        width: the embedding width, which must match the weights: 384 for MiniLM. None accepts any
+            width.
+        max_tokens: number of tokens per text. A longer text is cut but still ends with [SEP]. The
+            default is the number of positions.
         dtype: the type in which weights are stored and matrix products computed. Norms, softmax and
             residual sums are float32.
 
@@ -111,6 +113,7 @@ def encoder(
         frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.bert(folder)
     check_fits("BERT", folder, model, tokenizer.vocab_size, width)
+    max_tokens = max_tokens or model.max_tokens
     if max_tokens > model.max_tokens:
         raise ValueError(
             f"text.max_tokens is {max_tokens}, but the BERT in {folder} has only "
@@ -124,7 +127,9 @@ def encoder(
 
     to_ids = functools.partial(tokenizer, length=max_tokens)
     cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
-    return TextEncoder("bert", width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
+    return TextEncoder(
+        "bert", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off
+    )
 
 
 def packaged() -> pathlib.Path:

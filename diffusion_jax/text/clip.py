@@ -9,7 +9,6 @@ images share.
 
 import functools
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -157,8 +156,8 @@ class ImageTower(nn.Module):
 def encoder(
     weights: str | os.PathLike[str],
     *,
-    width: int,
-    max_tokens: int = 77,
+    width: int | None = None,
+    max_tokens: int | None = 77,
     layer: str = "last",
     dtype: DTypeLike = jnp.bfloat16,
     learned_tokens: str = "",
@@ -170,8 +169,9 @@ def encoder(
 
     Args:
         weights: a folder or a Hugging Face name.
-        width: the embedding width, which must match the weights.
-        max_tokens: texts are cut or padded to this number of tokens.
+        width: the embedding width, which must match the weights; None accepts any width.
+        max_tokens: texts are cut or padded to this number of tokens; None stands for the number of
+            positions.
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
         dtype: the type in which weights are stored and matrix products computed.
@@ -192,8 +192,10 @@ def encoder(
         tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
         state = clip_weights.tower_state(opened, table)
         frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
-    tokenizer = open_tokenizer(folder, opened.pads_with_0)
+    tokenizer = tokenize.clip(folder, open_clip=opened.pads_with_0)
+    tower = tower.clone(end_id=tokenizer.end)  # Added tokens may have larger ids.
     check_fits("CLIP", folder, tower, tokenizer.vocab_size, width)
+    max_tokens = max_tokens or tower.max_tokens
     if max_tokens > tower.max_tokens:
         raise ValueError(
             f"text.max_tokens is {max_tokens}, but the CLIP in {folder} has only "
@@ -220,17 +222,6 @@ def with_learned(
     return tower.clone(learned_ids=tuple(ids)), params
 
 
-def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.TextTokenizer:
-    """Return the tokenizer for the CLIP weights in a folder.
-
-    In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/. If
-    `pads_with_0` is True, texts are cleaned with ftfy and padded with id 0, as in OpenCLIP.
-    """
-    sibling = folder.parent / "tokenizer"
-    folder = sibling if folder.name == "text_encoder" and sibling.is_dir() else folder
-    return tokenize.clip(folder, open_clip=pads_with_0)
-
-
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.TextTokenizer, max_tokens: int = 77
 ) -> TextEncoder:
@@ -247,8 +238,11 @@ def of_tower(
             weights = jnp.asarray(batch[WEIGHTS]).reshape(chunks.shape)
             last = prompt_weights.weighted(last, weights).reshape(*ids.shape, -1)  # [B, N L, D]
         else:
-            last = cast(TextOutputs, tower.apply(frozen, ids)).last
+            last = all_outputs(frozen, batch).last
         return last, jnp.ones(ids.shape, bool)
+
+    def all_outputs(frozen: Any, batch: TextArrays) -> TextOutputs:
+        return cast(TextOutputs, tower.apply(frozen, jnp.asarray(batch["text_ids"])))
 
     def to_ids(texts):
         return {"text_ids": tokenizer(texts, max_tokens)["text_ids"]}
@@ -259,6 +253,7 @@ def of_tower(
     return TextEncoder(
         "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,
         tokenize_weighted=functools.partial(prompt_weights.tokenize, tokenizer, max_tokens),
+        outputs=all_outputs,
     )  # fmt: skip
 
 

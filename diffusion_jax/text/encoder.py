@@ -1,7 +1,7 @@
 """Define TextEncoder, which computes tokens on the host and embeddings on the devices."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -65,10 +65,13 @@ class TextEncoder(NamedTuple):
     tokenize_weighted: Callable[[Sequence[Any], int], dict[str, np.ndarray]] | None = None
     """Like `tokenize`, for texts with weights and of any length (see prompt_weights.py). The second
     argument is the smallest number of chunks. None if the encoder cannot weight texts."""
+    outputs: Callable[[Any, TextArrays], Any] | None = None
+    """Maps (frozen, batch) to all outputs of CLIP's text tower, a clip.TextOutputs; None for other
+    encoders."""
 
 
 def check_fits(
-    kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int
+    kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int | None
 ) -> None:
     """Check that a network has the configured width and an embedding for each token.
 
@@ -77,12 +80,12 @@ def check_fits(
         folder: the folder of the weights, for error messages.
         network: the network.
         vocab_size: the number of tokens of the tokenizer.
-        width: the config's text.width.
+        width: the config's text.width; None accepts any width.
 
     Raises:
         ValueError: the network has another width, or fewer tokens than the tokenizer.
     """
-    if width != network.width:
+    if width not in (None, network.width):
         raise ValueError(
             f"text.width is {width}, but the {kind} in {folder} has width {network.width}: "
             f"set text.width={network.width}, or choose other weights"
@@ -106,8 +109,33 @@ def read_learned(text: str) -> LearnedTokens:
 
 
 def embed(
-    encoder: TextEncoder, texts: Sequence[Any]
+    encoder: TextEncoder, texts: Sequence[Any] | TextArrays
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Tokenize texts, and return their embeddings and mask, computed in one jitted call."""
-    frozen = jax.tree.map(jnp.asarray, encoder.frozen)
-    return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))
+    """Return one embedding per token of texts, and their mask, computed in one jitted call.
+
+    `texts` holds texts, or their tokens from `encoder.tokenize`. For the values at padding, see
+    `TextEncoder.encode`.
+    """
+    return _run(encoder.encode, encoder, texts)
+
+
+def outputs(encoder: TextEncoder, texts: Sequence[Any] | TextArrays) -> Any:
+    """Return all outputs of CLIP's text tower, a clip.TextOutputs, computed in one jitted call.
+
+    They include one embedding per text, `pooled` and `projected`. `texts` holds texts, or their
+    tokens from `encoder.tokenize`.
+
+    Raises:
+        ValueError: the encoder is not CLIP.
+    """
+    if encoder.outputs is None:
+        raise ValueError(
+            f"the encoder {encoder.name} has one embedding per token and no other outputs: call "
+            "embed, or load a CLIP"
+        )
+    return _run(encoder.outputs, encoder, texts)
+
+
+def _run(function: Callable[[Any, TextArrays], Any], encoder: TextEncoder, texts: Any) -> Any:
+    batch = texts if isinstance(texts, Mapping) else encoder.tokenize(texts)
+    return jax.jit(function)(jax.tree.map(jnp.asarray, encoder.frozen), batch)

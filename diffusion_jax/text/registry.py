@@ -1,9 +1,14 @@
 """Build text encoders from their names in configs."""
 
 import importlib
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from diffusion_jax.config import named
 from diffusion_jax.config.settings import Text
@@ -37,6 +42,9 @@ ENCODERS: Mapping[str, EncoderKind] = {
     "clip": EncoderKind("clip", _CLIP, {"layer": "last"}),
     "clip_penultimate": EncoderKind("clip", _CLIP, {"layer": "penultimate"}),
 }
+
+_MODEL_TYPES = {"t5": "t5", "clip": "clip", "clip_text_model": "clip", "bert": "bert"}
+"""Maps the field model_type of config.json to a module of this package."""
 
 
 def check(text: Text) -> None:
@@ -72,3 +80,43 @@ def make_encoder(text: Text) -> TextEncoder:
     # Stores of embeddings depend on kind.fields. Words that are learned are never stored.
     learned = {"learned_tokens": text.learned_tokens} if text.learned_tokens else {}
     return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options, **learned)
+
+
+def load(
+    weights: str | os.PathLike[str],
+    *,
+    max_tokens: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> TextEncoder:
+    """Load a T5, CLIP or BERT, and place its weights on the default device.
+
+    Its embeddings are those of transformers' T5EncoderModel, CLIPTextModel or BertModel, except
+    that they are 0 at the padding of T5 and BERT.
+
+    Args:
+        weights: a folder of transformers or OpenCLIP, or a Hugging Face name. In a pipeline of
+            diffusers, it is the folder text_encoder or text_encoder_2.
+        max_tokens: texts are cut or padded to this number of tokens. The default is 512 for T5, and
+            otherwise the number of the model's positions.
+        dtype: the type in which weights are stored and matrix products computed.
+
+    Raises:
+        FileNotFoundError: the folder lacks weights, config or tokenizer.
+        ValueError: the weights are of another kind, or damaged, or `max_tokens` is too large.
+    """
+    from diffusion_jax.weights import pretrained  # Tasks import this module without weights.
+
+    folder = pretrained.locate(weights)
+    config = folder / "config.json"
+    kind = pretrained.read_json(config).get("model_type", "") if config.is_file() else ""
+    if not kind and (folder / "open_clip_config.json").is_file():
+        kind = "clip"
+    if kind not in _MODEL_TYPES:
+        raise ValueError(
+            f"model_type is {kind!r} in {config}: text encoders of the types "
+            f"{', '.join(_MODEL_TYPES)} can be loaded"
+        )
+    module = importlib.import_module(f"diffusion_jax.text.{_MODEL_TYPES[kind]}")
+    options = {"read_tokens": max_tokens} if kind == "t5" and max_tokens else {}
+    encoder = module.encoder(folder, max_tokens=max_tokens, dtype=dtype, **options)
+    return encoder._replace(frozen=jax.tree.map(jnp.asarray, encoder.frozen))

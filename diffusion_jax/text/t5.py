@@ -88,8 +88,8 @@ class T5Encoder(nn.Module):
 def encoder(
     weights: str | os.PathLike[str],
     *,
-    width: int,
-    max_tokens: int,
+    width: int | None = None,
+    max_tokens: int | None = None,
     read_tokens: int = 512,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
@@ -101,8 +101,8 @@ def encoder(
 
     Args:
         weights: a folder or a Hugging Face name.
-        width: the embedding width, which must match the weights.
-        max_tokens: number of embeddings returned per text.
+        width: the embedding width, which must match the weights; None accepts any width.
+        max_tokens: number of embeddings returned per text; None stands for `read_tokens`.
         read_tokens: number of tokens encoded per text, at least `max_tokens`.
         dtype: the type in which weights are stored and matrix products computed.
 
@@ -119,6 +119,7 @@ def encoder(
         frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.t5(folder)
     check_fits("T5", folder, model, tokenizer.vocab_size, width)
+    max_tokens = max_tokens or read_tokens
     if read_tokens < max_tokens:
         raise ValueError(
             f"text.read_tokens is {read_tokens}: it must be at least text.max_tokens, which is "
@@ -140,7 +141,9 @@ def encoder(
 
     to_ids = functools.partial(tokenizer, length=read_tokens)
     cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
-    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
+    return TextEncoder(
+        "t5", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off
+    )
 
 
 def from_state(

@@ -132,7 +132,7 @@ def t5(path: str | os.PathLike[str]) -> TextTokenizer:
         FileNotFoundError: the folder has no tokenizer.
         ValueError: the tokenizer is damaged or not T5's.
     """
-    folder = pathlib.Path(path)
+    folder = _folder(path)
     if (folder / "spiece.model").is_file():
         tokenizer = _read_pieces(folder / "spiece.model")
     elif (folder / "tokenizer.json").is_file():
@@ -165,7 +165,7 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> TextTokeni
         FileNotFoundError: the folder has no tokenizer.
         ValueError: the tokenizer is damaged or not CLIP's.
     """
-    folder = pathlib.Path(path)
+    folder = _folder(path)
     pads_with_mark = open_clip and _pads_with_mark(folder)
     if pads_with_mark:
         tokenizer = _read_clip(folder)
@@ -215,6 +215,17 @@ def bert(path: str | os.PathLike[str]) -> TextTokenizer:
             f"the tokenizer in {folder} is not BERT's: it has no [CLS], no [SEP] or no [PAD]"
         )
     return TextTokenizer(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
+
+
+def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Return the folder of the tokenizer for the weights in a folder, usually the same folder.
+
+    In diffusers' layout, the tokenizer of text_encoder/ is in tokenizer/, and that of
+    text_encoder_2/ in tokenizer_2/.
+    """
+    folder = pathlib.Path(path)
+    sibling = folder.parent / folder.name.replace("text_encoder", "tokenizer")
+    return sibling if folder.name.startswith("text_encoder") and sibling.is_dir() else folder
 
 
 def _transformers() -> Any:

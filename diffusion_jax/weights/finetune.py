@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs
@@ -64,6 +65,8 @@ def start(
         )
     adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
     if not adapt:
+        if weights and (others := _other_ranges(weights, texts)):
+            logging.warning("%s, so the network sees other numbers than before", others)
         return FineTuningStart(
             task, (lambda: _with_fields(task, weights, read())) if weights else None
         )
@@ -73,7 +76,8 @@ def start(
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = _with_fields(task, weights, read(), all_needed=True)
-    _check_ranges(weights, texts)
+    if others := _other_ranges(weights, texts):
+        raise ValueError(f"{others}: use the same ranges")
     return FineTuningStart(adapt(task, base), None, pretrained.digest(base))
 
 
@@ -96,20 +100,23 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     return params
 
 
-def _check_ranges(weights: str, texts: Sequence[str]) -> None:
-    """Raise ValueError if the run `weights` was trained with other ranges of fields than `texts`.
+def _other_ranges(weights: str, texts: Sequence[str]) -> str:
+    """Return what to say if the run `weights` was trained with other ranges of the fields `texts`.
 
-    Only a workdir tells its ranges; files and folders of diffusers do not.
+    Fields that only one of them has do not count. Only a workdir tells its ranges; files and
+    folders of diffusers do not.
     """
     workdir, _ = at_step(weights)
     if not (files.path(workdir) / runs.CHECKPOINTS).is_dir():
-        return
+        return ""
     stored = runs.load(workdir)["data"].get("fields", ())
-    if picture_fields.ranges(stored) != picture_fields.ranges(texts):
-        raise ValueError(
-            f"unet.weights={weights} was trained with data.fields {', '.join(stored)}, but "
-            f"data.fields is {', '.join(texts)}: use the same ranges"
-        )
+    before, now = picture_fields.ranges(stored), picture_fields.ranges(texts)
+    if all(before[name] == now[name] for name in before.keys() & now.keys()):
+        return ""
+    return (
+        f"unet.weights={weights} was trained with data.fields {', '.join(stored)}, but "
+        f"data.fields is {', '.join(texts)}"
+    )
 
 
 def check_base(workdir: files.Path, base: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from diffusion_jax import files
 from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
-from sd_jax.unet import UNet
+from sd_jax.unet import INPAINTING, PIX2PIX, UNet, sees
 from sd_jax.vae import SCALE, VAE
 from sd_jax.weights import file_parts, formats, ldm_config, names, schedulers, text
 from sd_jax.weights.ldm_config import LdmSettings
@@ -26,6 +26,11 @@ from sd_jax.weights.text import TextPart
 PARTS = ("unet", "vae", "text")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _FLAX_NAMES = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
+_PIPELINES = {
+    "": "StableDiffusionPipeline",
+    INPAINTING: "StableDiffusionInpaintPipeline",
+    PIX2PIX: "StableDiffusionInstructPix2PixPipeline",
+}
 _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
              "feature_extractor", "image_encoder")  # fmt: skip
 
@@ -63,6 +68,8 @@ class Checkpoint(NamedTuple):
     scheduler: Mapping[str, Any] | None = None
     """The content of scheduler_config.json in a diffusers directory, or what a file says about its
     noise; None if nothing is said."""
+    shift: float = 0.0
+    """Number that is subtracted from a sample of the VAE's posterior before it is scaled."""
 
 
 def load(
@@ -119,6 +126,8 @@ def save_diffusers(
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
+    Inpainting and InstructPix2Pix have pipelines of their own.
+
     The scheduler is the checkpoint's, or DDIM if it has none. If writing fails, no incomplete
     directory is left.
 
@@ -138,7 +147,9 @@ def save_diffusers(
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose a new folder")
-    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
+    unet = checkpoint.unet.network if checkpoint.unet else UNet()
+    pipeline = _PIPELINES[sees(unet.in_channels, unet.out_channels)]
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.34.0"}
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
     config = {"_class_name": "DDIMScheduler", **(checkpoint.scheduler or ddim())}
     config["prediction_type"] = _prediction(predicts or checkpoint.predicts or "eps")
@@ -224,7 +235,8 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
 
     The variant `variant` of the UNet's weights is preferred.
     """
-    _check_pipeline(folder / "model_index.json")
+    if "unet" in wanted:  # The VAE and CLIP are also read from pipelines with other networks.
+        _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
         config = _diffusers_config(folder / "config.json")
@@ -247,8 +259,9 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
     predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
+    shift = configs.get("vae", {}).get("shift_factor") or 0.0
     return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler
+        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler, shift
     )
 
 
@@ -284,8 +297,9 @@ def _from_file(
         report.append(f"arrays of other networks, not used: {listed}")
     predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
+    size, scale, shift = facts.latent_size, facts.scale, facts.shift
     return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, facts.latent_size, facts.scale, scheduler
+        unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift
     )
 
 
@@ -337,6 +351,7 @@ def _for_diffusers(
     if checkpoint.vae:
         vae, params = checkpoint.vae
         config = formats.vae_to_diffusers(vae) | {"scaling_factor": checkpoint.scale}
+        config["shift_factor"] = checkpoint.shift or None
         state = names.vae_to_torch(params, vae, "diffusers")
         parts["vae"] = "diffusers", WEIGHTS, config, state
     if checkpoint.text:
@@ -349,7 +364,7 @@ def _config(checkpoint: Checkpoint) -> str:
     unet, c = checkpoint.unet, checkpoint
     text_config = text.to_transformers(c.text)[0] if c.text else {}
     network = unet.network if unet else None
-    facts = LdmSettings(network, c.predicts, c.latent_size, c.scale, text_config)
+    facts = LdmSettings(network, c.predicts, c.latent_size, c.scale, text_config, c.shift)
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 

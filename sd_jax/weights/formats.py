@@ -102,6 +102,8 @@ _DIFFUSERS_VAE = _Family(
     fields={
         "num_res_blocks": ("layers_per_block", 1),
         "latent_channels": ("latent_channels", 4),
+        "mid_attention": ("mid_block_add_attention", True),
+        "quant_conv": ("use_quant_conv", True),
     },
     only={
         "_class_name": "AutoencoderKL",
@@ -109,10 +111,6 @@ _DIFFUSERS_VAE = _Family(
         "out_channels": 3,
         "act_fn": "silu",
         "norm_num_groups": 32,
-        "mid_block_add_attention": True,
-        "use_quant_conv": True,
-        "use_post_quant_conv": True,
-        "shift_factor": None,
         "latents_mean": None,
         "latents_std": None,
     },
@@ -203,7 +201,12 @@ def vae_from_diffusers(config: Config) -> VAE:
     Raises ValueError for unsupported options.
     """
     fields = _read(config, _DIFFUSERS_VAE)
-    vae = VAE(**fields, **_widths(_ints("block_out_channels", config["block_out_channels"])))
+    check_only(config, {"use_post_quant_conv": fields["quant_conv"]})
+    widths = _widths(_ints("block_out_channels", config["block_out_channels"]))
+    kinds = config.get("down_block_types", ())
+    levels = tuple(level for level, kind in enumerate(kinds) if kind.startswith("Attn"))
+    check_only(config, _vae_blocks(levels, len(kinds)))
+    vae = VAE(**fields, **widths, attention_levels=levels)
     vae_module.check(vae)
     return vae
 
@@ -244,9 +247,9 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
     widths = _diffusers_widths(vae.width, vae.channel_mult, "vae")
     return _written(vae, _DIFFUSERS_VAE) | {
         "block_out_channels": widths,
-        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
         "sample_size": 512,
-        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        "use_post_quant_conv": vae.quant_conv,
+        **_vae_blocks(vae.attention_levels, len(widths)),
     }
 
 
@@ -299,7 +302,12 @@ def vae_from_weights(state: StateDict) -> VAE:
         width=width,
         channel_mult=tuple(level_width // width for level_width in widths),
         num_res_blocks=_count(r"encoder\.down\.0\.block\.(\d+)\.", state),
-        latent_channels=state["post_quant_conv.weight"].shape[0],
+        latent_channels=state["decoder.conv_in.weight"].shape[1],
+        attention_levels=tuple(
+            i for i in range(levels) if f"encoder.down.{i}.attn.0.norm.weight" in state
+        ),
+        mid_attention="encoder.mid.attn_1.norm.weight" in state,
+        quant_conv="quant_conv.weight" in state,
     )
     vae_module.check(vae)
     return vae
@@ -345,6 +353,15 @@ def _written(network: UNet | VAE, family: _Family) -> dict[str, Any]:
     """Translate the fields of a network to a config in the format `family`; inverse of `_read`."""
     fields = {theirs: getattr(network, ours) for ours, (theirs, _) in family.fields.items()}
     return {**family.only, **fields}
+
+
+def _vae_blocks(attention_levels: Sequence[int], levels: int) -> dict[str, Any]:
+    """Return the kinds of blocks in diffusers' config of a VAE; `up_block_types` is reversed."""
+    attn = ["Attn" * (level in attention_levels) for level in range(levels)]
+    return {
+        "down_block_types": [f"{prefix}DownEncoderBlock2D" for prefix in attn],
+        "up_block_types": [f"{prefix}UpDecoderBlock2D" for prefix in attn[::-1]],
+    }
 
 
 def _count(pattern: str, state: StateDict) -> int:

@@ -5,10 +5,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
 from diffusion_jax.weights import finetune, restore
+from sd_jax import unet as unet_module
 from sd_jax.settings import read_settings
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
@@ -37,22 +39,27 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
 
     `path` may also be WORKDIR@STEP, for the checkpoint of that step. From a workdir, the average
     with the largest decay is read. For a checkpoint file, `unet` gives the number of norm groups,
-    and also the number of attention heads if the file does not state it. Raises FileNotFoundError
+    and also the number of attention heads if the file does not state it. If `unet` inpaints, and
+    the UNet at `path` reads only the latents, zeros are appended to its first kernel, as RunwayML's
+    inpainting model was initialised. Raises FileNotFoundError
     if `path` does not exist. Raises ValueError if there is no UNet at `path`, if its fields differ
     from those of `unet`, or if it attends to text of another width than `text_width`.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):
-        return of_run(workdir, unet, text_width, step=step)
+        run = read_settings(runs.load(workdir, "sd_jax"))
+        stored = _without_picture(unet, run.unet.in_channels)
+        return _widened(of_run(workdir, stored, text_width, step=step), unet)
     heads = unet.num_heads, unet.head_dim
     opened = checkpoints.load(path, norm_groups=unet.norm_groups, heads=heads, parts=("unet",))
-    part = _checked(opened.unet, unet, path, "UNet")
+    stored = _without_picture(unet, opened.unet.network.in_channels) if opened.unet else unet
+    part = _checked(opened.unet, stored, path, "UNet")
     if part.text_width != text_width:
         raise ValueError(
             f"the UNet in {path} attends to text of width {part.text_width}, but text.width is "
             f"{text_width}: set the `text` group to the text encoder that it was trained with"
         )
-    return part.params
+    return _widened(part.params, unet)
 
 
 def of_run(
@@ -85,6 +92,25 @@ def of_run(
     read = lambda: read_unet(base or run.unet_weights, unet, text_width)
     abstract = names.abstract_unet(unet, text_width, picture_fields.read(run.data.fields))
     return finetune.network(workdir, run, abstract, read, which, step)
+
+
+def _without_picture(unet: UNet, in_channels: int) -> UNet:
+    """Return the UNet to read: `unet`, or the same without a picture if the stored one sees none.
+
+    `in_channels` is the number of input channels of the stored UNet.
+    """
+    sees_none = in_channels == unet.out_channels
+    adds = sees_none and unet_module.sees(unet.in_channels, unet.out_channels)
+    return unet.clone(in_channels=in_channels) if adds else unet
+
+
+def _widened(params: Any, unet: UNet) -> Any:
+    """Append zeros to the first kernel of `params`, for the input channels that `unet` adds."""
+    network = params["params"]
+    kernel = network["init_conv"]["kernel"]
+    zeros = ((0, 0), (0, 0), (0, unet.in_channels - kernel.shape[2]), (0, 0))
+    first = {**network["init_conv"], "kernel": np.pad(kernel, zeros)}
+    return {**params, "params": {**network, "init_conv": first}}
 
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:

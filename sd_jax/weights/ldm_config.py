@@ -38,6 +38,8 @@ class LdmSettings(NamedTuple):
     text: Config
     """The text encoder's number of heads, activation and layer norm eps, under transformers' names.
     Only files written by this project have them."""
+    shift: float = 0.0
+    """Number that is subtracted from samples of the VAE before they are scaled."""
 
 
 def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Config:
@@ -95,6 +97,7 @@ def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
         model.get("image_size") or 64,
         model.get("scale_factor") or SCALE,
         {name: text[name] for name in _TEXT if name in text},
+        model.get("shift_factor") or 0.0,
     )
 
 
@@ -104,6 +107,7 @@ def write(facts: LdmSettings, text_width: int) -> str:
     `text_width` is the width of the text embeddings that the UNet attends to.
     """
     model = {"image_size": facts.latent_size, "scale_factor": facts.scale}
+    model |= {"shift_factor": facts.shift} if facts.shift else {}
     model |= {"parameterization": facts.predicts} if facts.predicts else {}
     if facts.unet:
         model["unet_config"] = {"params": formats.unet_to_ldm(facts.unet, text_width)}

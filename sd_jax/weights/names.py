@@ -97,6 +97,8 @@ _VAE = {
         (r"(\w+)/mid_res_1/(\w+)", r"\1.mid.block_2.\2"),
         (r"(\w+)/mid_attn/out", r"\1.mid.attn_1.proj_out"),
         (r"(\w+)/mid_attn/(\w+)", r"\1.mid.attn_1.\2"),
+        (r"(\w+)/(down|up)_(\d+)_(\d+)_attn/out", r"\1.\2.\3.attn.\4.proj_out"),
+        (r"(\w+)/(down|up)_(\d+)_(\d+)_attn/(\w+)", r"\1.\2.\3.attn.\4.\5"),
         (r"(\w+)/(down|up)_(\d+)_(\d+)_res/skip", r"\1.\2.\3.block.\4.nin_shortcut"),
         (r"(\w+)/(down|up)_(\d+)_(\d+)_res/(\w+)", r"\1.\2.\3.block.\4.\5"),
         (r"(\w+)/(down|up)_(\d+)_resample", r"\1.\2.\3.\2sample.conv"),
@@ -111,6 +113,9 @@ _VAE = {
         (r"(\w+)/mid_attn/norm", r"\1.mid_block.attentions.0.group_norm"),
         (r"(\w+)/mid_attn/out", r"\1.mid_block.attentions.0.to_out.0"),
         (r"(\w+)/mid_attn/(\w)", r"\1.mid_block.attentions.0.to_\2"),
+        (r"(\w+)/(down|up)_(\d+)_(\d+)_attn/norm", r"\1.\2_blocks.\3.attentions.\4.group_norm"),
+        (r"(\w+)/(down|up)_(\d+)_(\d+)_attn/out", r"\1.\2_blocks.\3.attentions.\4.to_out.0"),
+        (r"(\w+)/(down|up)_(\d+)_(\d+)_attn/(\w)", r"\1.\2_blocks.\3.attentions.\4.to_\5"),
         (r"(\w+)/(down|up)_(\d+)_(\d+)_res/skip", r"\1.\2_blocks.\3.resnets.\4.conv_shortcut"),
         (r"(\w+)/(down|up)_(\d+)_(\d+)_res/(\w+)", r"\1.\2_blocks.\3.resnets.\4.\5"),
         (r"(\w+)/(down|up)_(\d+)_resample", r"\1.\2_blocks.\3.\2samplers.0.conv"),
@@ -145,7 +150,7 @@ def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
         name_of = lambda path: torch_weights.rename(_reversed_up(path, levels), _VAE["diffusers"])
     else:  # NeMo's VAE has LDM's names.
         name_of = lambda path: torch_weights.rename(path, _VAE["ldm"])
-        layouts.append((".*/mid_attn/.*", CONV2D_1))
+        layouts.append((".*_attn/.*", CONV2D_1))
     return torch_weights.table(params, name_of, layouts)
 
 

@@ -13,13 +13,13 @@ from diffusion_jax import files
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import check_fits, make_programs
 from diffusion_jax.draw.stage import Stage
-from diffusion_jax.text import clip
+from diffusion_jax.text import clip, tokenize
 from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
-from sd_jax.unet import UNet
+from sd_jax.unet import PIX2PIX, UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, embedding_files, lora_files, schedulers
 from sd_jax.weights import text as text_module
@@ -93,8 +93,9 @@ def load_stage(
     encoder = clip.of_tower(tower, (), opened_tokenizer, tower.max_tokens)
 
     # The sampler.
+    guiding = {"sampler.guiding": "pix2pix"} if p.sees == PIX2PIX else {}
     settings_with = lambda changes: p._replace(
-        sampler=_sampler(path, opened.scheduler, {**fields, **changes})
+        sampler=_sampler(path, opened.scheduler, {**guiding, **fields, **changes})
     )
     s = settings_with({})
     settings.check_pipeline(s)
@@ -173,7 +174,7 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
         unet.clone(dtype=dtype, attention_impl=attention),
         vae.clone(dtype=dtype),
         Conditioning(drop_to="empty", pad_to=0),
-        Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
+        Latents(image_size=size, scale=opened.scale, shift=opened.shift),
         Diffusion(predicts, noise=schedulers.read_diffusion(opened.scheduler or {})[1]),
         DEFAULTS,
     )
@@ -221,7 +222,7 @@ def _tokenizer(
             f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
             "and merges.txt"
         )
-    return clip.open_tokenizer(tokenizer, text.pads_with_0)
+    return tokenize.clip(tokenizer, open_clip=text.pads_with_0)
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:

@@ -114,8 +114,9 @@ def to_checkpoint(
     zero_snr = s.diffusion.noise == schedulers.ZERO_SNR
     scheduler = checkpoints.ddim(zero_snr) if zero_snr else None
     return Checkpoint(
-        unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler
-    )
+        unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler,
+        s.latents.shift,
+    )  # fmt: skip
 
 
 def write_lora(

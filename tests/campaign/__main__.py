@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="No round begins after these.")
-    parser.add_argument("--only", default="", help="Of the commands, those with this in the name.")
+    parser.add_argument("--only", default="", help="Only rounds with this in 'command, fault'.")
     parser.add_argument("--record", type=pathlib.Path, help="A file of outcomes, to go on from.")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
@@ -57,7 +57,7 @@ def campaign(
     end, outcomes = time.monotonic() + 60 * minutes, read(record, seed)[:count]
     with subjects.every(folder / "inputs") as (every, trained):
         undisturbed = {}
-        plan = rounds.plan({n: s for n, s in every.items() if only in n}, seed)
+        plan = rounds.plan(every, seed, only)
         for number, (name, fault) in zip(range(count), plan, strict=False):
             if number < len(outcomes):
                 continue

@@ -104,6 +104,8 @@ class Job:
                         functools.partial(disturbances.set_variables, subject.environment),
                         noting if subject.notes else None,
                         before if i == subject.processes - 1 else None,
+                        # A third of the time; other subjects rehearse.
+                        commands.skip_rehearsal if subject.processes > 1 else None,
                     ),
                 )
             )  # fmt: skip
@@ -136,8 +138,11 @@ class Job:
         return "".join(path.read_text(errors="replace") for pair in self.outputs for path in pair)
 
 
-def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
-    """Yield (subject, fault) of each round: subjects in turn, each with its faults in turn."""
+def plan(every: Mapping[str, Subject], seed: int, only: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (subject, fault) of each round: subjects in turn, each with its faults in turn.
+
+    Of the rounds, those with `only` in "subject, fault".
+    """
     rng = random.Random(seed)
     faults, disks = {}, [FULL] if can_mount() else []
     if not disks:
@@ -153,10 +158,11 @@ def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
         mine += [disturbances.TWINS, disturbances.TAKEOVER] if subject.locks else []
         mine += [disturbances.PROGRAMS] if subject.locks else []
         rng.shuffle(mine)
-        faults[name] = itertools.cycle(mine)
-    for turn in itertools.count():
+        mine = [fault for fault in mine if only in f"{name}, {fault}"]
+        faults |= {name: itertools.cycle(mine)} if mine else {}
+    for turn in itertools.count() if faults else ():
         for name, subject in every.items():
-            if turn % subject.every == 0:
+            if name in faults and turn % subject.every == 0:
                 yield name, next(faults[name])
 
 

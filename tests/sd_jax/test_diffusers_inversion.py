@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from diffusion_jax.task import Task
-from diffusion_jax.text import clip
+from diffusion_jax.text import clip, tokenize
 from diffusion_jax.text.encoder import LEARNED
 from sd_jax import textual_inversion
 from sd_jax.unet import UNet
@@ -65,7 +65,7 @@ def vectors():
 def ours_of(folder, path):
     """Return the checkpoint, and the encoder and text part that know the word in the file."""
     opened = checkpoints.load(folder)
-    tokenizer = clip.open_tokenizer(folder / "tokenizer", False)
+    tokenizer = tokenize.clip(folder / "tokenizer")
     part = embedding_files.apply([str(path)], opened.text, tokenizer)
     params = jax.tree.map(jnp.asarray, part.params)
     return opened, clip.of_tower(part.tower, params, tokenizer, 16)

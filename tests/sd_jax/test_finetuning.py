@@ -97,3 +97,25 @@ def test_pixels_where_the_mask_is_black_do_not_change(root, tmp_path):
     _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *picture_flags)
     np.testing.assert_array_equal(drawn[0, side // 2 :], pixels[side // 2 :])
     assert np.abs(drawn[0, : side // 2].astype(int) - pixels[: side // 2]).mean() > 20
+
+
+def test_an_inpainting_model_is_trained_from_a_plain_one_and_keeps_what_the_mask_does_not_cover(
+    root, tmp_path
+):
+    config, base = root / "config.py", root / "base"
+    run(
+        "train", f"--config={config}", f"--workdir={tmp_path / 'run'}",
+        f"--config.unet.weights={base}", "--config.unet.in_channels=9",
+        "--config.prompts=('a red one',)", "--config.sample_every=2",
+        "--config.data.heldout=0.02", "--config.heldout.every=2",
+    )  # fmt: skip
+    assert list((tmp_path / "run" / "samples").iterdir())  # Drawn without a picture.
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    mask = np.zeros((8, 8), np.uint8)
+    mask[2:6, 3:7] = 255
+    Image.fromarray(mask).save(tmp_path / "m.png")
+    flags = f"--workdir={tmp_path / 'run'}", f"--image={tmp_path / 'a.png'}"
+    _, (drawn,) = draw(tmp_path / "out", *flags, f"--mask={tmp_path / 'm.png'}")
+    np.testing.assert_array_equal(drawn[mask == 0], pixels[mask == 0])
+    assert np.abs(drawn.astype(int) - pixels)[mask > 0].max() > 3

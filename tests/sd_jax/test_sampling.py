@@ -13,7 +13,7 @@ from diffusion_jax.diffusion import grids, noise, samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
-from sd_jax import previews, sampling, vae
+from sd_jax import masks, previews, sampling, vae
 from sd_jax.settings import (
     Conditioning,
     Diffusion,
@@ -171,6 +171,55 @@ def test_masked_sampling_keeps_black_pixels_and_resamples_white_ones(draw):
     assert np.abs(over[mask] - (pictures[mask] / 127.5 - 1)).max() > 0.1
 
 
+def inputs_of(channels, batch, x0=None):
+    """Return what a UNet with so many channels sees besides the latents, for three images."""
+    p = PIPELINE._replace(unet=PIPELINE.unet.clone(in_channels=channels))
+    texts = sampling.prompts(ENCODER, ["a", "bcd", ""], "ugly")
+    _, seen = sampling.system(p, ENCODER).sampling_inputs({"vae": {}}, {**texts, **batch}, KEYS, x0)
+    return np.asarray(seen["picture"])
+
+
+def test_an_inpainting_unet_sees_the_mask_and_the_latents_of_the_masked_picture(monkeypatch):
+    """As in LDM: gray in place of the masked pixels; a latent's mask is that of its first pixel."""
+    monkeypatch.setattr(VAE, "apply", half)
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    mask = np.zeros((3, 8, 4), bool)
+    mask[1, 2, 2] = mask[2, 1, 1] = True  # The first pixel of a latent, and another one.
+    seen = inputs_of(9, {"image": pictures, "mask": mask})
+    assert seen.shape == (3, 4, 2, 5)
+    np.testing.assert_array_equal(seen[..., 0], mask[:, ::2, ::2])
+    colours = np.where(mask[..., None], 0, pictures / 127.5 - 1)[:, ::2, ::2]
+    np.testing.assert_allclose(seen[..., 1:4], 0.5 * colours, atol=1e-6)  # latents.scale is 0.5.
+
+
+def test_without_a_picture_an_inpainting_unet_sees_a_gray_one_that_is_masked_throughout(
+    monkeypatch,
+):
+    monkeypatch.setattr(VAE, "apply", half)
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    expected = np.zeros((3, 4, 2, 5))
+    expected[..., 0] = 1
+    np.testing.assert_array_equal(inputs_of(9, {}), expected)
+    np.testing.assert_array_equal(inputs_of(9, {"image": pictures}), expected)
+
+
+def test_instruct_pix2pix_sees_unscaled_latents_of_the_picture_and_zeros_without_it(monkeypatch):
+    monkeypatch.setattr(VAE, "apply", half)
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    seen = inputs_of(8, {"image": pictures})
+    np.testing.assert_allclose(seen[..., :3], pictures[:, ::2, ::2] / 127.5 - 1, atol=1e-6)
+    assert seen.shape == (3, 4, 2, 4)
+
+
+def test_the_held_out_loss_of_an_inpainting_model_uses_a_random_mask_of_each_key(monkeypatch):
+    monkeypatch.setattr(VAE, "apply", half)
+    pictures = np.zeros((3, 8, 4, 3), np.uint8)
+    seen = inputs_of(9, {"image": pictures}, jnp.zeros((3, 4, 2, 4)))
+    drawn = masks.random_masks(KEYS, 8, 4)
+    np.testing.assert_array_equal(seen[..., 0], drawn[:, ::2, ::2])
+    assert not drawn.all() and drawn.any()
+
+
 def test_previews_are_a_linear_approximation_of_the_decoder(draw):
     """For a linear VAE, they equal its images, with the size of latents, in each evaluation."""
     shown = []
@@ -221,7 +270,7 @@ def test_a_strength_that_takes_no_step_is_an_error(strength):
 
 @pytest.mark.parametrize(
     ("channels", "family"),
-    [(9, "an inpainting model"), (8, "InstructPix2Pix"), (5, "a depth model")],
+    [(7, "an upscaler"), (5, "a depth model")],
 )
 def test_a_unet_with_extra_input_channels_is_an_error_that_names_its_family(channels, family):
     unet = PIPELINE.unet.clone(in_channels=channels)

@@ -151,6 +151,27 @@ def test_images_are_encoded_in_the_training_step_with_new_noise_each_time():
     np.testing.assert_allclose(sample.std(0), np.exp(log_variance / 2), rtol=0.08)
 
 
+def test_an_inpainting_model_is_trained_with_masks_of_its_pictures():
+    """The network sees the latents' means where its mask is 0, and gray elsewhere."""
+    s = tiny.settings(unet__in_channels=9)._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
+    seen = []
+    apply = lambda params, x, time, text, picture: seen.append(picture) or x
+    s = s._replace(unet=types.SimpleNamespace(in_channels=9, channel_mult=(1,), apply=apply))
+    encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": {}}
+    images = np.random.default_rng(1).integers(0, 256, (64, 8, 8, 3), np.uint8)
+    batch = {"image": images, **encoder.tokenize(16 * CAPTIONS)}
+    task.make_task(s, encoder, PARAMS).loss((), frozen, batch, training_noise.keys_of(64))
+    (picture,) = map(np.asarray, seen)
+    assert picture.shape == (64, 4, 4, 5)
+    mask, latents = picture[..., 0], picture[..., 1:]
+    assert set(np.unique(mask)) == {0, 1} and 8 <= mask.all((1, 2)).sum() <= 36
+    assert len({each.tobytes() for each in mask}) > 20
+    whole = s.latents.scale * np.asarray(s.vae.encode(jnp.asarray(images / 127.5 - 1)))[..., :4]
+    kept = np.isclose(latents, whole, atol=1e-6).all(-1)
+    assert kept[mask == 1].mean() < 0.02 and kept[mask == 0].mean() > 0.5
+    assert not latents[mask.all((1, 2))].any()
+
+
 def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_whole_batch():
     s = tiny.settings(diffusion__offset_noise=0.1)
     s = with_network(s, plain_network)
@@ -258,6 +279,11 @@ def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
+        ({"unet__in_channels": 8}, "is 8, as in InstructPix2Pix, which cannot be trained: set it"),
+        (
+            {"unet__in_channels": 9, "data__source": "moments", "vae__weights": ""},
+            "data.source is 'moments', but an inpainting model (unet.in_channels 9) also encodes",
+        ),
         ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): set them to the same"),
         (
             {"data__source": "moments", "vae__weights": "", "sample_every": 5},

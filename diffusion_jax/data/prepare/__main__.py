@@ -70,7 +70,8 @@ def _reshard(args: argparse.Namespace) -> int:
     counts = reshard.reshard(
         _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes, engine=engines.of(args),
-        size=args.size, pad=args.pad, fields=picture_fields.read(args.fields),
+        size=args.size, pad=args.pad, checksums=args.checksums,
+        fields=picture_fields.read(args.fields),
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -184,6 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     arg("--size", type=_count, default=0, help="shrink larger images to this length of the shorter "
         "side in pixels, so that training reads them faster; default: copy all images")  # fmt: skip
     arg("--pad", action="store_true", help="with --size: add white borders to make squares")
+    arg("--checksums", action="store_true", help="keep a checksum of each file in a tar; "
+        "pictures and texts that have changed are found when they are read")  # fmt: skip
     arg("--part", default="0/1", help="I/N, such as 0/4: write only every Nth shard, from shard I")
     engines.add_arguments(arg)
 

@@ -29,8 +29,8 @@ def _write_array_records(path: pathlib.Path, examples: Iterable[Mapping[str, byt
     arrayrecord.write(path, examples)
 
 
-_WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
-_WRITERS = {
+WriteShard = Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]
+_WRITERS: Mapping[str, tuple[str, WriteShard]] = {
     "webdataset": (".tar", tars.write),
     "arrayrecord": (".array_record", _write_array_records),
 }
@@ -53,6 +53,7 @@ def reshard(
     engine: Engine = ALONE,
     size: int = 0,
     pad: bool = False,
+    checksums: bool = False,
     fields: Sequence[Field] = (),
 ) -> collections.Counter[str]:
     """Write this process's shards of a source, except existing ones, and return counts of records.
@@ -71,6 +72,8 @@ def reshard(
         size: The largest length of an image's shorter side in pixels. Larger images are shrunk (see
             decoding.shrink). 0 copies all images unchanged.
         pad: Whether to pad the images to squares. If so, `size` limits the longer side.
+        checksums: Whether to keep a checksum of each file in a tar, which is checked when the file
+            is read. ArrayRecord files have checksums of their own.
         fields: The numbers to write, into the JSON file of each record.
 
     Returns:
@@ -90,16 +93,22 @@ def reshard(
         raise ValueError(f"process is {process}: it must be from 0 to {processes - 1}")
     if pad and not size:
         raise ValueError("pad is set, but size is 0: set size to the side of the squares in pixels")
+    if checksums and format != "webdataset":
+        raise ValueError(f"checksums is set, but {format} files have their own: leave it out")
     shrinking = {"size": size, "pad": pad} if size else {}
     settings_record.record(
         out / MANIFEST,
         {**identity, "records": len(records), "num": num, "format": format, **shrinking}
+        | ({"checksums": True} if checksums else {})
         | ({"fields": [field.name for field in fields]} if fields else {}),
     )
     mine = range(process, -(-len(records) // num), processes)
     path = functools.partial(_path, out, format)
     encode = functools.partial(_encode, size=size, pad=pad, fields=fields)
-    write = functools.partial(_write, records, out, num, format, encode)
+    write_shard = _WRITERS[format][1]
+    if checksums:
+        write_shard = functools.partial(tars.write, checksums=True)
+    write = functools.partial(_write, records, num, path, write_shard, encode)
     return collections.Counter(records.left_out()) + engine.fill(mine, path, write)
 
 
@@ -108,11 +117,12 @@ def _path(out: pathlib.Path, format: str, shard: int) -> pathlib.Path:
 
 
 def _write(
-    records: Records, out: pathlib.Path, num: int, format: str, encode: EncodeRecord, shard: int
-) -> collections.Counter[str]:
+    records: Records, num: int, path: Callable[[int], pathlib.Path], write_shard: WriteShard,
+    encode: EncodeRecord, shard: int,
+) -> collections.Counter[str]:  # fmt: skip
     counts = collections.Counter[str]()
     rows = range(shard * num, min((shard + 1) * num, len(records)))
-    _WRITERS[format][1](_path(out, format, shard), _encoded(records, rows, encode, counts))
+    write_shard(path(shard), _encoded(records, rows, encode, counts))
     return counts
 
 

@@ -11,6 +11,7 @@ from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
@@ -115,9 +116,12 @@ class WebDataset(Records):
         """
         texts = slice(1, 1 + len(self._parts))
         places = [(tar, spans[texts]) for tar, spans in map(self._place, indices)]
-        parts = [(t, first, first + size) for t, spans in places for first, size in spans if first]
-        contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
-        return [self._join([next(contents) if o else None for o, _ in s]) for _, s in places]
+        parts = [
+            (tar, first - tars.BLOCK, first + size)
+            for tar, spans in places for first, size in spans if first
+        ]  # fmt: skip
+        members = iter(storage.read_ranges(*zip(*parts, strict=True)))
+        return [self._text([next(members) if o else None for o, _ in s]) for _, s in places]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return a key per record: the hash of its tar's file name, plus its index in the tar."""
@@ -157,13 +161,22 @@ class WebDataset(Records):
 
     def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
         ranges = [(first, next(contents)) for first, _ in _parts(spans)]
-        image, *texts = (_cut(ranges, *span) if span[0] else None for span in spans)
+        members = [_cut(ranges, *span) if span[0] else None for span in spans]
+        name = listing.full_name(tar, (members[0] or b"")[: tars.BLOCK])
+        try:
+            image, *texts = (None if m is None else tars.contents(m) for m in members)
+        except Unusable as error:
+            return Record(b"", error, name)
         numbers = (texts.pop() if self._fields else None) or b"{}"
-        header = _cut(ranges, spans[0][0] - tars.BLOCK, tars.BLOCK)
-        name = listing.full_name(tar, header)
         return Record(
             image or b"", self._join(texts), name, records.read_numbers(numbers, self._fields)
         )
+
+    def _text(self, members: Sequence[bytes | None]) -> Any:
+        try:
+            return self._join([None if m is None else tars.contents(m) for m in members])
+        except Unusable as error:
+            return error
 
     def _join(self, texts: Sequence[bytes | None]) -> Any:
         pairs = zip(self._parts, texts, strict=True)
@@ -172,14 +185,12 @@ class WebDataset(Records):
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:
-    """Return the byte ranges [first, last) to read for a record.
+    """Return the byte ranges [first, last) to read for a record: its files with their headers.
 
     An image and texts that are close to each other share a range.
     """
-    (image, image_size), *texts = spans
-    spans = [(image - tars.BLOCK, image_size + tars.BLOCK), *(s for s in texts if s[0])]
     ranges = []
-    for first, last in sorted((first, first + size) for first, size in spans):
+    for first, last in sorted((f - tars.BLOCK, f + size) for f, size in spans if f):
         if ranges and first - ranges[-1][1] < _GAP:
             ranges[-1] = ranges[-1][0], max(last, ranges[-1][1])
         else:
@@ -188,12 +199,13 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset` of a tar, cut from the range that contains them.
+    """Return a file of `size` bytes at `offset` of a tar, after its header.
 
     `ranges` holds (offset of the first byte, contents) of each range that was read. If no range
     contains the bytes, the result is b"".
     """
     for first, contents in ranges:
-        if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
-            return contents[offset - first : offset - first + size]
+        start, end = offset - tars.BLOCK - first, offset + size - first
+        if start >= 0 and end <= len(contents):
+            return contents[start:end]
     return b""  # The tar was truncated after it was listed.

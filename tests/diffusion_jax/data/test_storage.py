@@ -94,3 +94,12 @@ def test_system_folders_of_windows_and_linux_are_skipped_as_hidden(tmp_path, nam
     inventory = Inventory()
     assert [m.name for m in tars.members(str(tmp_path / "a.tar"), inventory)] == [visible]
     assert sorted(inventory.first["hidden"]) == sorted([f"{name}/1.png", f"sub/{name}/1.png"])
+
+
+def test_a_folder_to_which_access_is_denied_is_an_error_and_not_a_file(monkeypatch):
+    def denied(path):
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "info", denied)
+    with pytest.raises(OSError, match="memory://bucket/data: 403 Forbidden: check that the creden"):
+        storage.is_folder("memory://bucket/data")

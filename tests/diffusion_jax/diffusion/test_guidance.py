@@ -182,6 +182,31 @@ def test_perp_neg_removes_the_part_of_the_negative_along_the_prompt():
     np.testing.assert_allclose(((b - along) * a).sum((1, 2, 3)), 0, atol=1e-9)
 
 
+def test_pix2pix_scales_the_effect_of_the_picture_apart_from_that_of_the_text():
+    """Equation 3 of Brooks et al. 2023; perp_neg then changes only the effect of the text."""
+    d = {**D, "unseen": jnp.cos(X)}
+    cond, negative, empty, unseen = (
+        np.float64(d[k]) for k in ("cond", "negative", "empty", "unseen")
+    )
+    guide = guidance.make(S._replace(guiding="pix2pix(image_scale=1.2)"), MODEL)
+    assert guide.needs == ("cond", "negative", "unseen")
+    expected = unseen + 1.2 * (negative - unseen) + 4 * (cond - negative)
+    np.testing.assert_allclose(guide.combine(d, X, SIGMA, 4.0), expected, atol=1e-5)
+    joined = guidance.make(S._replace(guiding="perp_neg(weight=0)+pix2pix(2)"), MODEL)
+    assert set(joined.needs) == {"cond", "negative", "empty", "unseen"}
+    expected = empty + 4 * (cond - empty) + negative - unseen
+    np.testing.assert_allclose(joined.combine(d, X, SIGMA, 4.0), expected, atol=1e-5)
+
+
+def test_pix2pix_is_rejected_for_networks_that_see_no_picture():
+    s = S._replace(guiding="rescale+pix2pix")
+    guidance.check(s, sees_picture=True)
+    with pytest.raises(
+        ValueError, match=r"'rescale\+pix2pix', but pix2pix needs a network that sees"
+    ):
+        guidance.check(s)
+
+
 def test_guidance_names_joined_by_plus_apply_in_order():
     both = combined("apg(norm=2)+rescale(0.5)", 5.0)[0]
     c_skip, c_out, *_ = (np.float64(c)[:, None, None, None] for c in MODEL.scalings(SIGMA))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.text import clip, embed
+from diffusion_jax.text import clip, embed, tokenize
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing
 from sd_jax.weights import checkpoints, embedding_files
@@ -22,7 +22,7 @@ def part(published):
 
 @pytest.fixture
 def tokenizer(published):
-    return clip.open_tokenizer(published / "d" / "tokenizer", False)
+    return tokenize.clip(published / "d" / "tokenizer")
 
 
 def rows(part, tokenizer, text):

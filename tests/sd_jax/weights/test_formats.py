@@ -114,8 +114,8 @@ def test_networks_are_inferred_from_their_weights(change):
         ),
         (
             formats.vae_from_diffusers,
-            formats.vae_to_diffusers(VAE()) | {"shift_factor": 0.1},
-            "shift_factor is 0.1, but only None is supported",
+            formats.vae_to_diffusers(VAE()) | {"act_fn": "relu"},
+            "act_fn is 'relu', but only 'silu' is supported",
         ),
         (
             formats.vae_from_diffusers,

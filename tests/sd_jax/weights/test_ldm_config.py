@@ -6,6 +6,7 @@ import json
 import re
 import tarfile
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -115,6 +116,20 @@ def test_training_from_a_file_takes_heads_from_the_config(file):
     kernel = params["params"]["init_conv"]["kernel"]
     expected = state()["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)
     np.testing.assert_array_equal(kernel, expected)
+
+
+@pytest.mark.parametrize("channels", [9, 8])
+def test_training_an_inpainting_model_starts_from_one_that_reads_only_latents(file, channels):
+    """The network then ignores the mask and the picture, as RunwayML initialised its model."""
+    plain = initial.read_unet(file, FOUR, TEXT_WIDTH)
+    wider = initial.read_unet(file, FOUR.clone(in_channels=channels), TEXT_WIDTH)
+    kernel, first = (p["params"]["init_conv"]["kernel"] for p in (plain, wider))
+    np.testing.assert_array_equal(first[:, :, :4], kernel)
+    assert first.shape[2] == channels and not first[:, :, 4:].any()
+    drop = lambda p: {k: v for k, v in p["params"].items() if k != "init_conv"}
+    jax.tree.map(np.testing.assert_array_equal, drop(wider), drop(plain))
+    with pytest.raises(ValueError, match="in_channels is 4 in the file, but 7 in the config"):
+        initial.read_unet(file, FOUR.clone(in_channels=7), TEXT_WIDTH)
 
 
 def test_only_the_requested_parts_are_loaded(file):

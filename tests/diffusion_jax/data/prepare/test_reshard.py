@@ -1,17 +1,24 @@
 """Resharding: no record is lost or duplicated, also after a kill."""
 
+import contextlib
 import io
+import json
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import decoding, sources, tars
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.examples.digits import rendering as digits
 
+YEAR = picture_fields.read(("year=1900..2000",))
 READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
 
 
@@ -89,8 +96,73 @@ def test_reshard_with_other_or_invalid_settings_is_an_error(folder, tmp_path):
         write(folder, tmp_path, format="zip")
     with pytest.raises(ValueError, match="process is 2: it must be from 0 to 1"):
         write(folder, tmp_path, process=2, processes=2)
+    with pytest.raises(ValueError, match="checksums is set, but arrayrecord files have their own"):
+        write(folder, tmp_path, format="arrayrecord", checksums=True)
+    with pytest.raises(ValueError, match=r"\(checksums: None stored, True requested\)"):
+        write(folder, tmp_path, checksums=True)
     with pytest.raises(ValueError, match="num is 0: a shard must hold at least 1 record"):
         write(folder, tmp_path, num=0)
+
+
+@pytest.fixture(scope="module")
+def jpegs(tmp_path_factory):
+    """Three JPEG pictures with captions and a number, as JPEG has no checksum of its own."""
+    path = digits.write_examples(tmp_path_factory.mktemp("jpegs"), 3, size=16)
+    for i, image in enumerate(sorted(path.glob("*.png"))):
+        Image.open(image).save(image.with_suffix(".jpg"))
+        image.with_suffix(".json").write_text(json.dumps({"year": 1990 + i}))
+        image.unlink()
+    return Folder(path, fields=YEAR)
+
+
+def flipped(jpegs, out, **options):
+    """Write a tar of the pictures, and flip one bit of a file in it, 200 times.
+
+    Yield each time the row of the damaged record, whether its text is damaged, and the records.
+    """
+    reshard.reshard(jpegs, out, num=9, format="webdataset", identity={}, fields=YEAR, **options)
+    tar, opened, rng = out / "000000.tar", WebDataset(out, fields=YEAR), np.random.default_rng(0)
+    whole, index = tar.read_bytes(), tars.scan(str(tar))
+    assert [record[:2] for record in opened.read(range(3))] == contents(jpegs)
+    files = zip(index.record, index.suffix, index.span.tolist(), strict=True)
+    places = [(row, kind, first + n) for row, kind, (first, size) in files for n in range(size)]
+    for row, kind, place in (places[i] for i in rng.choice(len(places), 200)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.integers(8)
+        tar.write_bytes(damaged)
+        yield row, kind == "txt", opened
+
+
+def test_checksums_find_every_flipped_bit_of_pictures_texts_and_numbers(jpegs, tmp_path):
+    good = contents(jpegs)
+    for row, in_text, opened in flipped(jpegs, tmp_path, checksums=True):
+        read, texts = contents(opened), opened.texts(range(3))
+        assert read[row][1].reason == "wrong_checksum"
+        if in_text:
+            assert texts[row].reason == "wrong_checksum"
+            texts[row] = good[row][1]
+        assert texts == [text for _, text in good]
+        read[row] = good[row]
+        assert read == good
+
+
+def test_without_checksums_many_flipped_bits_give_another_picture(jpegs, tmp_path):
+    decode = lambda record: decoding.crop(record.image, (16, 16))
+    good, silent = [decode(record) for record in jpegs.read(range(3))], 0
+    for row, _, opened in flipped(jpegs, tmp_path):
+        with contextlib.suppress(Unusable):
+            silent += not np.array_equal(decode(opened.read([row])[0]), good[row])
+    assert silent > 40
+
+
+def test_training_counts_and_names_records_with_a_wrong_checksum(jpegs, tmp_path, caplog):
+    data = Data("webdataset", fields=("year=1900..2000",), max_broken=0.5)
+    row, *_ = next(flipped(jpegs, tmp_path, checksums=True))
+    pictures = sources.open_pictures(data._replace(path=str(tmp_path)), 16)
+    pictures.read(np.arange(3))
+    assert pictures.skipped() == {"wrong_checksum": 1}
+    assert f"skipped {tmp_path}/000000.tar/{row:09}" in caplog.text
+    assert "wrong_checksum: a file of it has changed since it was written" in caplog.text
 
 
 def test_image_kind_recognizes_formats_by_their_first_bytes():

@@ -1,0 +1,119 @@
+"""Inpainting UNets and InstructPix2Pix, which see a picture, equal the pipelines of diffusers.
+
+`diffusers_pictures.npz` was written by StableDiffusionInpaintPipeline and
+StableDiffusionInstructPix2PixPipeline of diffusers 0.42, for the tiny models that `save` writes.
+Their VAE returned the mean of its posterior, as here.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from diffusion_jax.draw import input_pictures
+from sd_jax import drawing
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints, formats
+from tests.sd_jax.cases import unet_weights, vae_weights
+from tests.sd_jax.weights import test_checkpoints
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+VALUES = {"sampler": "ddim", "steps": 5, "guidance": 3.0, "negative_prompt": "b"}
+CLASSES = {9: "StableDiffusionInpaintPipeline", 8: "StableDiffusionInstructPix2PixPipeline"}
+
+
+def save(folder, channels, tokenizer):
+    """Write a tiny model whose UNet reads so many channels as a diffusers directory; return it."""
+    unet = UNet(32, (1,), 1, (0,), num_heads=8, linear_projections=False, in_channels=channels)
+    parts = {
+        "model.diffusion_model": unet_weights(unet),
+        "first_stage_model": vae_weights(VAE(64, (1, 2), 1)),
+        "cond_stage_model": test_checkpoints.text_state("1.x"),
+    }
+    state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
+    np.savez(folder / f"{channels}.npz", **state)
+    config = {"unet_config": formats.unet_to_ldm(unet, 24)}
+    config |= {"cond_stage_config": {"num_attention_heads": 3}}
+    (folder / f"{channels}.yaml").write_text(yaml.safe_dump(config))
+    read = checkpoints.load(folder / f"{channels}.npz", config=folder / f"{channels}.yaml")
+    checkpoints.save_diffusers(read, folder / str(channels), "eps", tokenizer=tokenizer)
+    return folder / str(channels)
+
+
+@functools.cache
+def saved():
+    return dict(np.load(FIXTURES / "diffusers_pictures.npz"))
+
+
+@pytest.fixture(scope="module")
+def folders(published, tmp_path_factory):
+    """Return the directories of the two models, by the number of channels."""
+    folder = tmp_path_factory.mktemp("seen")
+    return {channels: save(folder, channels, published) for channels in CLASSES}
+
+
+@pytest.fixture
+def draw(folders, monkeypatch):
+    """Return draw(channels, mask=white, path=None, strength=1.0, ...) -> pixels in [0, 1].
+
+    It draws over the picture of the saved case, from its noise.
+    """
+    noise = jnp.asarray(saved()["noise"].transpose(0, 2, 3, 1))
+    monkeypatch.setattr(
+        "diffusion_jax.diffusion.samplers.initial_noise",
+        lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
+    )
+
+    def drawn(channels, mask=None, path=None, strength=1.0, file=drawing.NO_FACTS, **values):
+        pictures = input_pictures.opened(
+            Image.fromarray(saved()["picture"]), None if mask is None else Image.fromarray(mask)
+        )
+        values = {**VALUES, "height": 16, "width": 24, **values}
+        model = drawing.load(path or folders[channels], file=file, **values)
+        model = model.changed([{}], strengths=[strength])
+        ((images,),) = model.batches(["a c d"], [0], [0], pictures=pictures)
+        return np.clip((images[0] + 1) / 2, 0, 1)
+
+    return drawn
+
+
+def test_a_single_file_of_both_models_equals_their_directory(folders):
+    for channels, folder in folders.items():
+        file = folder.with_name(f"{channels}.npz")
+        in_file = checkpoints.load(file, config=file.with_suffix(".yaml"))
+        in_folder = checkpoints.load(folder)
+        assert checkpoints.equal(in_file, in_folder)
+        assert in_file.unet.network.in_channels == channels
+        index = json.loads((folder / "model_index.json").read_text())
+        assert index["_class_name"] == CLASSES[channels]
+        assert index["_diffusers_version"]  # StableDiffusionInpaintPipeline needs it.
+
+
+def test_instruct_pix2pix_without_a_picture_is_an_error(folders):
+    model = drawing.load(folders[8], **VALUES)
+    with pytest.raises(ValueError, match="8 is InstructPix2Pix, which edits a picture: give it"):
+        model.draw("a")
+    assert model.card()["guiding"] == "pix2pix"
+
+
+def close(ours, theirs):
+    error = np.abs(ours - theirs).max()
+    print(f"{error:.1e}")
+    assert error < 1e-5  # For pixels between 0 and 1. Measured: up to 2e-6.
+
+
+def test_inpainting_equals_the_pipeline_of_diffusers_where_the_mask_is_white(draw):
+    mask = saved()["mask"]
+    drawn, white = draw(9, mask, strength=0.6), mask > 0
+    close(drawn[white], saved()["inpaint_0.6"][white])
+    np.testing.assert_allclose(drawn[~white], saved()["picture"][~white] / 255, atol=1e-6)
+
+
+def test_instruct_pix2pix_equals_the_pipeline_of_diffusers_with_its_default_image_scale(draw):
+    close(draw(8), saved()["pix2pix_1.5"])
