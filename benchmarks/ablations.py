@@ -188,7 +188,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "CFG-Zero 3": _drawn(guidance=3.0, guiding="cfg_zero"),
         "TCFG 3": _drawn(guidance=3.0, guiding="tcfg"),
         "FDG 3": _drawn(guidance=3.0, guiding="fdg"),
-        "CFG++ 0.3": _drawn(guidance=0.3, guiding="cfg_pp"),
+        "CFG++ 0.3": _drawn(guidance=0.3, guiding="cfg_pp", sampler="ddim(eta=0)"),
         "autoguidance 2": _drawn(guidance=2.0, guide=GUIDE),
     },
     "sampler": {"ddim eta 1": {}, "ddim eta 0": _drawn(sampler="ddim(eta=0)")}

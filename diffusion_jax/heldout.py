@@ -180,7 +180,7 @@ def measure_run(
             f"{workdir} has no held-out records: give the share of its data to measure on, such as "
             "--share=0.01"
         )
-    finetune.check_wanted(base, s.lora)
+    finetune.check_wanted(base, s)
     s = s._replace(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
         heldout=s.heldout._replace(every=1, records=records or s.heldout.records),

@@ -53,7 +53,8 @@ def claim(
     # With stored embeddings, these weights only encode new texts.
     unread = ("text.weights",) if data.embedded or text.get("store") else ()
     # The base weights of a LoRA may have moved. base.json holds their fingerprint.
-    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()
+    adapts = config.get("lora", {}).get("rank") or text.get("learned_tokens")
+    moved = ("unet.weights",) if adapts else ()
     free = ("version", *FREE, *unread, *moved)
     different = path.exists() and settings_record.differences(load(workdir), config, free)
     if different:

@@ -150,6 +150,11 @@ def check(s: Settings) -> None:
     """Raise ValueError if settings contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
+    if s.text.learned_tokens:
+        raise ValueError(
+            f"text.learned_tokens is {s.text.learned_tokens!r}, but only Stable Diffusion "
+            "(sd_jax.train) can learn a word: leave it empty"
+        )
     settings.check_prompts(s.run, s.data)
     settings.check_tags(s.data, s.text)
     settings.check_loss_mask(s.data, s.diffusion.method)

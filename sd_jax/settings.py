@@ -20,8 +20,9 @@ from diffusion_jax.config.settings import (
     Run,
     Text,
 )
-from diffusion_jax.diffusion import editing, groups, objective, samplers
+from diffusion_jax.diffusion import editing, groups, objective, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import noise as noise_module
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
 from diffusion_jax.systems import SystemEntry
@@ -285,9 +286,16 @@ def check_pipeline(p: Pipeline) -> None:
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
     picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
-    objective.bound(p.diffusion)
+    noise, prediction, *_ = objective.bound(p.diffusion)
     guidance_module.check(p.sampler, sees_picture=p.sees == PIX2PIX)
     samplers.check_method(p.diffusion, p.sampler)
+    limited = p.sampler.grid and p.sampler.sigma_max
+    if (noise.func, prediction.func) == (noise_module.cosine, precond.epsilon) and not limited:
+        raise ValueError(
+            "diffusion.noise is 'cosine', so sampling starts at noise level 2e7, where x has no "
+            "signal and the prediction 'eps' of diffusion.predicts is undefined: set "
+            "diffusion.predicts to v, or sampler.grid to karras and sampler.sigma_max to 80"
+        )
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
     check_strength(p.strength)
@@ -329,6 +337,13 @@ def check_size(p: Pipeline, field: str, size: int) -> None:
 
 
 def _check_text(s: Settings) -> None:
+    if s.text.learned_tokens:
+        name, given = f"text.learned_tokens is {s.text.learned_tokens!r}", s.unet_weights
+        if s.text.store or not given or s.lora.rank:
+            raise ValueError(
+                f"{name}, which trains only the vectors of this word: leave text.store empty, set "
+                "lora.rank=0, and name the model in unet.weights"
+            )
     if s.data.source in ("folder", "webdataset", "moments") and s.data.embedded:
         raise ValueError(
             f"data.text is {s.data.text!r}, but Stable Diffusion reads captions from the data: set "

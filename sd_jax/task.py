@@ -10,6 +10,7 @@ from diffusion_jax import model
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
+from sd_jax import textual_inversion
 from sd_jax import vae as vae_module
 from sd_jax.sampling import system
 from sd_jax.settings import Settings, uses_moments
@@ -43,10 +44,17 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
     """
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
+
+    def traced(vae_params):
+        task = make_task(s, encoder, vae_params)
+        if not s.text.learned_tokens:
+            return task
+        return textual_inversion.adapt(task, jax.eval_shape(task.init, jax.random.key(0)))
+
     if uses_moments(s.data):
         moments = np.zeros((1, small, small, 2 * vae.latent_channels), np.float32)
-        return make_task(s, encoder, None), {"moments": moments}
+        return traced(None), {"moments": moments}
     image = np.zeros((1, side, side, 3), np.uint8)
     latents = jnp.zeros((1, small, small, vae.latent_channels))
     make_vae = lambda: vae.init(jax.random.key(0), jnp.zeros(image.shape), latents)
-    return make_task(s, encoder, jax.eval_shape(make_vae)), {"image": image}
+    return traced(jax.eval_shape(make_vae)), {"image": image}

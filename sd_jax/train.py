@@ -35,7 +35,7 @@ from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.train_command import command
 from diffusion_jax.weights import finetune, pretrained
-from sd_jax import sampling
+from sd_jax import sampling, textual_inversion
 from sd_jax import vae as vae_module
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.task import make_task
@@ -64,10 +64,12 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
         lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks a prompt.
         return tokenize
 
-    # The model with random or given weights. Training changes all weights or only LoRA factors.
+    # The model with random or given weights. Training changes all weights, only LoRA factors, or
+    # only the vectors of a new word.
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder, vae_params)
-    task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields)
+    adapt = textual_inversion.adapt if s.text.learned_tokens else None
+    task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields, adapt)
     return loop.RunInputs(
         task, batches, examples, start=start, base=base, open_prompts=open_prompts
     )

@@ -169,10 +169,10 @@ plan --target=h10:8 | h10
 plan --target=h100:8 --mfu=0 | --mfu=0.0: it must be above 0 and at most 1
 train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp', but cfg_pp cannot
 train --config.sampler.guiding=cfg_pp --config.sampler.name=heun(churn=3) | is 'cfg_pp', but cfg_pp
-sample --prompt=a --guiding=cfg_pp --sampler=restart | choose ddim or euler, or heun
-sample --prompt=a --guiding=cfg_pp --sampler=heun(churn=5) | choose ddim or euler, or heun
-sd_sample --prompt=a --guiding=cfg_pp --sampler=restart | choose ddim or euler, or heun
-evaluate --guiding=cfg_pp --sampler=restart | choose ddim or euler, or heun
+sample --prompt=a --guiding=cfg_pp --sampler=restart | choose euler, or ddim with sampler.eta
+sample --prompt=a --guiding=cfg_pp --sampler=heun(churn=5) | choose euler, or ddim with sampler.eta
+sd_sample --prompt=a --guiding=cfg_pp --sampler=restart | choose euler, or ddim with sampler.eta
+evaluate --guiding=cfg_pp --sampler=restart | choose euler, or ddim with sampler.eta
 sample --prompt=a --guiding=cfgpp | cfgpp
 sample --prompt=a --guide=D/none | D/none
 sample --prompt=a --sampler=heun(wrong=1) | wrong

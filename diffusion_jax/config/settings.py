@@ -110,6 +110,10 @@ class Text(NamedTuple):
     encoders ignore this field."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
     """The dtype in which a pretrained encoder computes."""
+    learned_tokens: str = ""
+    """A new word that training learns while all networks are frozen (textual inversion), as
+    WORD=INITIAL*N, such as "<cat-toy>=toy*4": N vectors, which start as that of the word INITIAL.
+    Only for Stable Diffusion with CLIP; "" for none."""
     drop_prob: Share = 0.1
     """The share of training images whose text is dropped. Guidance needs a model that has also
     learned to draw without a text."""

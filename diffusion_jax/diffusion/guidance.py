@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config.named import Table
-from diffusion_jax.diffusion import guidance_kinds, onestep, stochastic
+from diffusion_jax.diffusion import guidance_kinds, onestep
 from diffusion_jax.diffusion.guidance_kinds import (
     COND,
     GUIDE,
@@ -110,23 +110,21 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
 def check(s: Any, *, sees_picture: bool = False) -> None:
     """Raise ValueError if the sampler or the network cannot be guided as s.guiding says.
 
-    cfg_pp needs a sampler that evaluates D only at the levels of the grid. pix2pix needs a network
+    cfg_pp needs a sampler with straight steps, for which its scale holds. pix2pix needs a network
     that sees the picture to edit, as `sees_picture` says.
     """
-    kinds, sampler = [wrapper.func for wrapper in s.guides], s.method.sampler
+    kinds = [wrapper.func for wrapper in s.guides]
     if guidance_kinds.pix2pix in kinds and not sees_picture:
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but pix2pix needs a network that sees the picture "
             "to edit (InstructPix2Pix): choose cfg or another kind of guidance"
         )
     uses_cfg_pp = guidance_kinds.cfg_pp in kinds
-    with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
-    between = sampler.func is stochastic.restart or s.method.placement.middles
-    if uses_cfg_pp and (with_churn or between):
+    if uses_cfg_pp and not onestep.is_straight(s.method.sampler):
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
-            f"{s.name!r}, because this sampler also evaluates the network between the levels of "
-            "its grid: choose ddim or euler, or heun with churn 0"
+            f"{s.name!r}, because its scale holds for straight steps from level to level only: "
+            "choose euler, or ddim with sampler.eta 0"
         )
 
 

@@ -114,9 +114,8 @@ def cfg_pp(guide: Guide, model: GuidedModel) -> Guide:
 
         x' = D_lambda + r (x - D_uncond).
 
-    This equals DDIM's step x' = D + r (x - D) at the guidance scale lambda / (1 - r). The sampler
-    must evaluate D at the grid's levels only: `guidance.check` rejects `restart`, and `heun` with
-    churn.
+    This equals DDIM's step x' = D + r (x - D) at the guidance scale lambda / (1 - r). Other steps
+    need other scales, so `guidance.check` accepts only `euler`, and `ddim` with eta 0.
     """
 
     def combine(d, x, sigma, guidance):

@@ -81,7 +81,8 @@ def make(
         low: The smallest time t at which the velocity is guided.
         high: The largest time t at which the velocity is guided.
         every: In each group of `every` images of a micro-batch, one image trains the mean velocity
-            over an interval, and the others train the velocity at a single time.
+            over an interval, and the others train the velocity at a single time. Choose a divisor
+            of optimizer.micro_batch: otherwise, more images train over an interval.
         norm_p: The exponent of the adaptive weight (see norm_eps); 0 weights all images equally.
         norm_eps: The squared error e of an image is divided by (e + norm_eps)^norm_p (equation 22).
     """

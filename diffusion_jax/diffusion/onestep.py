@@ -16,7 +16,7 @@ shows the paper's form.
 """
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +206,11 @@ def lcm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
         return denoise(x, same_level(sigma, x)) + sigma_next * noise(i), None
 
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
+
+
+def is_straight(sampler: Any) -> bool:
+    """Return whether a bound sampler is Euler's method: `euler`, or `ddim` with eta 0."""
+    return sampler.func in (ddim, euler) and not sampler.keywords.get("eta")
 
 
 def same_level(sigma: Float[Array, ""], x: Images) -> Sigma:

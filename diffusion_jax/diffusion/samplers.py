@@ -117,9 +117,7 @@ def check_method(d: Any, s: Any) -> None:
         s: The config's `sampler` group.
     """
     (method,) = named.calls("diffusion.method", d.method)
-    sampler: Any = s.method.sampler
-    straight = sampler.func in (onestep.ddim, onestep.euler) and not sampler.keywords.get("eta")
-    if method.name == "meanflow" and not straight:
+    if method.name == "meanflow" and not onestep.is_straight(s.method.sampler):
         raise ValueError(
             f"sampler.name is {s.name!r}, but a model trained with diffusion.method={d.method} "
             "needs a sampler that goes straight from level to level: set sampler.name to euler, or "

@@ -25,6 +25,12 @@ from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder, registry
 from diffusion_jax.weights import finetune, restore
 
+# Settings that the two models of autoguidance share, besides their fields. Predictions may differ.
+_SHARED = (
+    "text.encoder", "text.width", "text.max_tokens", "output_size", "latents.scale",
+    "latents.pixels", "vae.latent_channels", "super_resolution.factor", "unet.noise_aug",
+)  # fmt: skip
+
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 """A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""
 
@@ -87,7 +93,7 @@ def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any], system:
         group, _, name = field.partition(".")
         config[group][name] = value
     s = systems.read(config, system)
-    finetune.check_wanted(fields.get("unet.weights"), s.lora)
+    finetune.check_wanted(fields.get("unet.weights"), s)
     if "text.weights" in fields and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"the text encoder of {workdir}, {s.text.encoder!r}, has no weights: leave out "
@@ -136,29 +142,35 @@ def load_guide(
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The two models differ in their image size, their text encoder or their fields,
-            or the guide is a LoRA.
+        ValueError: The two models differ in their text encoder, their fields, or the images or
+            latents that they denoise, or the guide is a LoRA.
     """
     workdir, step = finetune.at_step(guide)
     settings = read(workdir)
     ranges = lambda run: [tuple(field)[1:] for field in picture_fields.read(run.data.fields)]
-    shared = lambda run: (
-        run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, ranges(run)
-    )  # fmt: skip
-    if shared(settings) != shared(s):
+    shared = lambda run: {**{name: _value(run, name) for name in _SHARED}, "fields": ranges(run)}
+    theirs, ours = shared(settings), shared(s)
+    if differing := [name for name in ours if theirs[name] != ours[name]]:
+        shown = lambda values: ", ".join(f"{name} {values[name]}" for name in differing)
         raise ValueError(
-            f"--guide={guide} has the text encoder, text width, number of tokens, image size and "
-            f"fields {shared(settings)}, but the guided model has {shared(s)}: choose a guide with "
-            "the same values"
+            f"--guide={guide} has {shown(theirs)}, but the guided model has {shown(ours)}: choose "
+            "a guide with the same values"
         )
-    if settings.lora.rank:
+    if settings.lora.rank or settings.text.learned_tokens:
         raise ValueError(
-            f"--guide={guide} is a LoRA, but a guide must be a complete model: name a run with "
-            "lora.rank 0"
+            f"--guide={guide} is a LoRA or a learned word, but a guide must be a complete model: "
+            "name a run that trains all weights"
         )
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
     return settings, restore.load_params(folder, shapes, "ema", step)
+
+
+def _value(s: Any, name: str) -> Any:
+    """Return a setting by its name in dotted form, or None if the system has no such setting."""
+    for part in name.split("."):
+        s = getattr(s, part, None)
+    return s
 
 
 def load_stage(

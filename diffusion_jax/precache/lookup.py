@@ -12,7 +12,7 @@ from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.precache import encode, store
 from diffusion_jax.text import precomputed, registry
-from diffusion_jax.text.encoder import TextEncoder
+from diffusion_jax.text.encoder import TextEncoder, read_learned
 
 Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
 _TOKENS = 8192  # Tokens per device and batch when encoding prompts.
@@ -73,12 +73,21 @@ def open_online(text: Text) -> TextEncoder:
 def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None:
     """Raise ValueError if text.store lacks a caption of the data, such as one that was edited.
 
-    At most _SAMPLE captions are checked, evenly spread over the data. Without a store, nothing is.
+    Also raise ValueError if no caption has the word of text.learned_tokens. At most _SAMPLE
+    captions are checked, evenly spread over the data. Otherwise, nothing is.
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLE).astype(np.int64))
     for first in range(0, len(rows) if text.store else 0, _CHECKED):
         texts = itertools.chain(*map(every, pictures.texts(rows[first : first + _CHECKED])))
         encoder.tokenize([one for one in texts if one])  # "" stands for a damaged caption, too.
+    if text.learned_tokens:
+        word = read_learned(text.learned_tokens).word
+        texts = itertools.chain(*map(every, pictures.texts(rows)))
+        if not any(word.lower() in one.lower() for one in texts):
+            raise ValueError(
+                f"no caption of the data contains {word}, the word of text.learned_tokens: write "
+                f"captions such as 'a photo of {word}'"
+            )
 
 
 def open_prompts(

@@ -9,16 +9,25 @@ images share.
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import clip_weights, prompt_weights, tokenize
-from diffusion_jax.text.encoder import WEIGHTS, TextArrays, TextEncoder, check_fits
+from diffusion_jax.text.encoder import (
+    LEARNED,
+    WEIGHTS,
+    TextArrays,
+    TextEncoder,
+    check_fits,
+    read_learned,
+)
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
@@ -71,6 +80,9 @@ class TextTower(nn.Module):
     in OpenAI's code."""
     eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
+    learned_ids: tuple[int, ...] = ()
+    """Ids of tokens whose embeddings are not in the table, but in the parameter LEARNED. They are
+    consecutive numbers, above those of all other tokens."""
 
     @nn.compact
     def __call__(self, ids: Int[Array, "B L"], mask: Array | None = None) -> TextOutputs:
@@ -88,7 +100,12 @@ class TextTower(nn.Module):
         bias = mask_bias(jnp.tril(jnp.ones((1, 1, length, length))))  # [1, 1, L, L]
         if mask is not None:
             bias = jnp.minimum(bias, mask_bias(mask)[:, None, None])  # [B, 1, L, L]
-        h = table[ids].astype(jnp.float32) + positions[:length].astype(jnp.float32)  # [B, L, D]
+        tokens = table[ids].astype(jnp.float32)  # [B, L, D]
+        if self.learned_ids:
+            learned = self.param(LEARNED, init, (len(self.learned_ids), self.width))
+            row = ids - self.learned_ids[0]
+            tokens = jnp.where((row >= 0)[..., None], learned[jnp.maximum(row, 0)], tokens)
+        h = tokens + positions[:length].astype(jnp.float32)
         layers = _layers(self, h, bias)
         norm = _norm(self.eps, "final_norm")
         last = norm(layers[-1])
@@ -143,6 +160,7 @@ def encoder(
     max_tokens: int | None = 77,
     layer: str = "last",
     dtype: DTypeLike = jnp.bfloat16,
+    learned_tokens: str = "",
 ) -> TextEncoder:
     """Return the CLIP text encoder that Stable Diffusion conditions on.
 
@@ -157,12 +175,14 @@ def encoder(
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
         dtype: the type in which weights are stored and matrix products computed.
+        learned_tokens: the config's text.learned_tokens. frozen["params"][LEARNED] holds the
+            initial vectors of the word.
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
         ValueError: `layer` is unknown, the weights do not match the config or `width`, the
-            tokenizer has more tokens than the weights, or `max_tokens` exceeds the number of
-            positions.
+            tokenizer has more tokens than the weights, `max_tokens` exceeds the number of
+            positions, or the initial word of `learned_tokens` is not one token.
     """
     if layer not in ("last", "penultimate"):
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
@@ -181,7 +201,25 @@ def encoder(
             f"text.max_tokens is {max_tokens}, but the CLIP in {folder} has only "
             f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
         )
+    if learned_tokens:
+        word, initial, count = read_learned(learned_tokens)
+        if len(ids := tokenizer.split([initial])[0]) != 1:
+            raise ValueError(
+                f"text.learned_tokens is {learned_tokens!r}, but {initial!r} has {len(ids)} "
+                "tokens: choose an initial word that is a single token of CLIP"
+            )
+        embeddings = state[f"{clip_weights.TEXT}.embeddings.token_embedding.weight"]
+        vectors = np.repeat(np.asarray(embeddings[ids], np.float32), count, 0)  # [N, D]
+        tower, frozen = with_learned(tower, frozen, tokenizer.add_words({word: count}), vectors)
     return of_tower(tower, frozen, tokenizer, max_tokens)
+
+
+def with_learned(
+    tower: TextTower, params: Any, ids: Sequence[int], vectors: np.ndarray
+) -> tuple[TextTower, Any]:
+    """Return a tower and its parameters, in which tokens with new `ids` have these embeddings."""
+    params = {**params, "params": {**params["params"], LEARNED: vectors}}
+    return tower.clone(learned_ids=tuple(ids)), params
 
 
 def of_tower(

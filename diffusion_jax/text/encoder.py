@@ -1,5 +1,6 @@
 """Define TextEncoder, which computes tokens on the host and embeddings on the devices."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ from jaxtyping import Array, Bool, Float
 TextArrays = dict[str, Any]
 WEIGHTS = "text_weights"
 """The name of the array [B, N L] that holds the weights of tokens in N chunks of L tokens."""
+LEARNED = "learned_embedding"
+"""The name of the embeddings of words that were added to a text network, float32 [N, D]."""
 
 
 @runtime_checkable
@@ -19,6 +22,14 @@ class TextNetwork(Protocol):
 
     width: int
     vocab_size: int
+
+
+class LearnedTokens(NamedTuple):
+    """A word to learn, the word whose embedding it starts with, and its number of tokens."""
+
+    word: str
+    initial: str
+    num_vectors: int
 
 
 class TextEncoder(NamedTuple):
@@ -84,6 +95,17 @@ def check_fits(
             f"the tokenizer in {folder} has {vocab_size} tokens, but the weights have only "
             f"{network.vocab_size}: use the tokenizer and the weights of the same model"
         )
+
+
+def read_learned(text: str) -> LearnedTokens:
+    """Read the config's text.learned_tokens. Raises ValueError if it is not WORD=INITIAL*N."""
+    parts = re.fullmatch(r"(?P<word>\S+)=(?P<initial>[^\s=*]+)(\*(?P<count>[1-9]\d?))?", text)
+    if not parts:
+        raise ValueError(
+            f"text.learned_tokens is {text!r}: write WORD=INITIAL*N with up to 99 vectors, such as "
+            "<cat-toy>=toy*4"
+        )
+    return LearnedTokens(parts["word"], parts["initial"], int(parts["count"] or 1))
 
 
 def embed(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from diffusion_jax.config import named
 from diffusion_jax.config.settings import Text
-from diffusion_jax.text.encoder import TextEncoder
+from diffusion_jax.text.encoder import TextEncoder, read_learned
 
 
 class EncoderKind(NamedTuple):
@@ -51,7 +51,7 @@ def check(text: Text) -> None:
     """Check a config's text settings without opening weights or stores.
 
     Raises:
-        ValueError: text.encoder is not a key of ENCODERS.
+        ValueError: text.encoder is not a key of ENCODERS, or cannot learn text.learned_tokens.
     """
     if text.encoder == "precomputed":
         raise ValueError(
@@ -60,6 +60,13 @@ def check(text: Text) -> None:
             "such as npy. If they are in a store, also set text.store to its folder"
         )
     named.one_of("text.encoder", text.encoder, ENCODERS)
+    if text.learned_tokens and ENCODERS[text.encoder].module != "clip":
+        raise ValueError(
+            f"text.learned_tokens is {text.learned_tokens!r}, but text.encoder is "
+            f"{text.encoder!r}: only CLIP can learn a word"
+        )
+    if text.learned_tokens:
+        read_learned(text.learned_tokens)
 
 
 def make_encoder(text: Text) -> TextEncoder:
@@ -70,7 +77,9 @@ def make_encoder(text: Text) -> TextEncoder:
     """
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")
-    return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options)
+    # Stores of embeddings depend on kind.fields. Words that are learned are never stored.
+    learned = {"learned_tokens": text.learned_tokens} if text.learned_tokens else {}
+    return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options, **learned)
 
 
 def load(

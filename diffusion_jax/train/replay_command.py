@@ -78,7 +78,7 @@ def run(
     system = systems.find(config["system"])
     s = systems.read(config, config["system"])
     if base:
-        finetune.check_wanted(base, s.lora)
+        finetune.check_wanted(base, s)
         s = s._replace(unet_weights=base)
     mesh = sharding.make_mesh(*s.mesh)
     inputs = importlib.import_module(system.command).prepare(s, mesh)

@@ -5,6 +5,7 @@ path of these weights, and base.json holds their fingerprint (pretrained.digest)
 the weights are read from the path, and their fingerprint must match base.json.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from diffusion_jax.weights import lora, pretrained, restore
 BASE = "base.json"
 
 ReadParams = Callable[[], Params]
+Adapt = Callable[[Task, Params], Task]
+"""A function (task, weights to freeze) -> the task that trains something else, as lora.adapt."""
 
 
 class FineTuningStart(NamedTuple):
@@ -36,7 +39,12 @@ class FineTuningStart(NamedTuple):
 
 
 def start(
-    task: Task, s: Lora, weights: str, read: ReadParams, texts: Sequence[str] = ()
+    task: Task,
+    s: Lora,
+    weights: str,
+    read: ReadParams,
+    texts: Sequence[str] = (),
+    adapt: Adapt | None = None,
 ) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
@@ -46,6 +54,7 @@ def start(
         weights: The path in the config's `unet.weights`, or "" for none.
         read: Reads `weights` as host arrays.
         texts: The config's `data.fields`. A LoRA needs the ranges with which `weights` was trained.
+        adapt: Freezes `weights` even if s.rank is 0, to train something else than a LoRA.
 
     Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
     to adapt, or if `s` does not fit their layers.
@@ -54,7 +63,8 @@ def start(
         raise FileNotFoundError(
             f"unet.weights is {weights!r}: there is no such run, folder or file"
         )
-    if not s.rank:
+    adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
+    if not adapt:
         if weights and (others := _other_ranges(weights, texts)):
             logging.warning("%s, so the network sees other numbers than before", others)
         return FineTuningStart(
@@ -68,7 +78,7 @@ def start(
     base = _with_fields(task, weights, read(), all_needed=True)
     if others := _other_ranges(weights, texts):
         raise ValueError(f"{others}: use the same ranges")
-    return FineTuningStart(lora.adapt(task, base, s), None, pretrained.digest(base))
+    return FineTuningStart(adapt(task, base), None, pretrained.digest(base))
 
 
 def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = False) -> Params:
@@ -117,15 +127,18 @@ def check_base(workdir: files.Path, base: str) -> None:
     saved = pretrained.read_json(path)
     if saved.get("fingerprint") != base:
         raise ValueError(
-            f"the LoRA in {workdir} adapts weights that differ from those in unet.weights: name "
-            "the checkpoint that this LoRA was trained on with --unet_weights=WORKDIR@STEP or "
+            f"the run in {workdir} adapts weights that differ from those in unet.weights: name "
+            "the checkpoint that it was trained on with --unet_weights=WORKDIR@STEP or "
             "--unet_weights=PATH (in training, with --config.unet.weights)"
         )
 
 
-def check_wanted(base: str | None, s: Lora) -> None:
-    """Raise ValueError if `base`, the path of weights to adapt, is given for a run without LoRA."""
-    if base and not s.rank:
+def check_wanted(base: str | None, s: Any) -> None:
+    """Raise ValueError if `base`, the path of frozen weights, is given for another kind of run.
+
+    `s` holds the settings of the run.
+    """
+    if base and not (s.lora.rank or s.text.learned_tokens):
         raise ValueError(
             f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
             "all weights: remove --unet_weights"
@@ -145,28 +158,33 @@ def keep_base(workdir: files.Path, base: str) -> None:
 def describe(workdir: files.Path, scale: float | None) -> dict[str, Any]:
     """Return the fields "lora_scale" and "base" of a card, the JSON that is saved with a picture.
 
-    "base" is the fingerprint of the weights that the LoRA adapts. If `scale` is None, the scale
-    comes from the run's config. For a run without LoRA, return {}.
+    "base" is the fingerprint of the weights that the run adapts. Only a LoRA has a scale. If
+    `scale` is None, the scale comes from the run's config. For other runs, return {}.
     """
     path = files.path(workdir) / BASE
     if not path.is_file():
         return {}
-    scale = runs.load(workdir)["lora"]["scale"] if scale is None else scale
-    return {"lora_scale": scale, "base": pretrained.read_json(path)["fingerprint"]}
+    base, s = pretrained.read_json(path)["fingerprint"], runs.load(workdir)["lora"]
+    scaled = {"lora_scale": s["scale"] if scale is None else scale} if s["rank"] else {}
+    return {**scaled, "base": base}
 
 
-def adapted(task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Mesh) -> Task:
+def adapted(
+    task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Mesh,
+    adapt: Adapt | None = None,
+) -> Task:  # fmt: skip
     """Return a task whose `sample` takes the parameters that the run in `workdir` trained.
 
     For a LoRA run, this task adds the LoRA factors to the base weights. For other runs, it is
-    `task`. `read` reads the base weights. All arrays of `task.frozen` must be on the devices
-    already. Raises ValueError if the LoRA was trained on other base weights.
+    `task`, or what `adapt` makes of it. `read` reads the base weights. All arrays of `task.frozen`
+    must be on the devices already. Raises ValueError if the run was trained on other base weights.
     """
-    if not s.rank:
+    adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
+    if not adapt:
         return task
     base = read()
     check_base(workdir, pretrained.digest(base))
-    return lora.adapt(task, sharding.place_all(base, mesh, task.rules), s)
+    return adapt(task, sharding.place_all(base, mesh, task.rules))
 
 
 def network(

@@ -70,7 +70,7 @@ def of_run(
     """
     s = settings_of(workdir)
     abstract = nemo.abstract_params(unet, text_width, picture_fields.read(s.data.fields))
-    finetune.check_wanted(base, s.lora)
+    finetune.check_wanted(base, s)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
     return finetune.network(workdir, s, abstract, read, which, step)
 

@@ -28,7 +28,7 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
 
     Raises:
         OSError, ValueError: The weights cannot be opened, and the shape of an encoder with this
-            name and width is unknown.
+            name and width is unknown, or it learns a word.
     """
     if text.store or embedded:
         return _stored(text), ()
@@ -36,7 +36,7 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
         return registry.make_encoder(text), ()
     except (OSError, ValueError) as error:
         shapes = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
-        if text.width not in shapes:
+        if text.width not in shapes or text.learned_tokens:
             raise
         reason = str(error).partition("\n")[0]
         note = f"the plan uses only the shape of the text encoder {text.encoder} ({reason})"

@@ -19,7 +19,8 @@ Stable Diffusion 1.x and 2.x. For other sizes, give LDM's yaml of the model
 --lora=FILE or --lora=FILE:STRENGTH merges a LoRA file of diffusers or kohya into the weights. The
 factors of a LoRA run are merged into the base weights that the run adapts. If the base weights have
 moved, give their new path with --unet_weights=PATH. With --names=diffusers or --names=kohya, only
-the factors of a LoRA run are written, in that format.
+the factors of a LoRA run are written, in that format. A run of text.learned_tokens writes the
+embedding of its word, as diffusers does.
 """
 
 import os
@@ -40,7 +41,7 @@ _NAMES = flags.DEFINE_string(
     "names",
     "ldm",
     'Parameter names in an output file: "ldm" or "nemo"; "flax" to write a directory with Flax '
-    'weights; "diffusers" or "kohya" to write only the factors of a LoRA run.',
+    'weights; "diffusers" or "kohya" to write only the factors of a LoRA run, or a learned word.',
 )
 _LORA = flags.DEFINE_multi_string(
     "lora", [], "A LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
@@ -88,7 +89,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     is_run = (files.path(source) / runs.CHECKPOINTS).is_dir()
     if is_run and _NAMES.value in lora_files.DIALECTS:
         trained.write_lora(source, target, _NAMES.value, _EMA.value)
-        print(f"{target}: only the LoRA factors, with the names of {_NAMES.value}")
+        print(f"{target}: only what the run trained, with the names of {_NAMES.value}")
         return
     if is_run:
         checkpoint = trained.to_checkpoint(source, _EMA.value, _BASE.value)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffusion_jax import files
+from diffusion_jax.text import clip
 from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import torch_files, torch_weights
 from sd_jax.weights.text import TextPart
@@ -65,9 +66,11 @@ def apply(paths: Sequence[str], part: TextPart, tokenizer: TextTokenizer) -> Tex
         if words.count(word.lower()) > 1:
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
     ids = tokenizer.add_words({word: len(vectors) for word, vectors in embeddings})
-    table = np.asarray(part.params["params"]["token_embedding"])
-    size = max(len(table), max(ids) + 1)
-    table = np.concatenate([table, np.zeros((size - len(table), width), table.dtype)])
-    table[ids] = np.concatenate([vectors for _, vectors in embeddings])
-    params = {**part.params, "params": {**part.params["params"], "token_embedding": table}}
-    return part._replace(tower=part.tower.clone(vocab_size=size), params=params)
+    vectors = np.concatenate([vectors for _, vectors in embeddings])  # [N, D]
+    tower, params = clip.with_learned(part.tower, part.params, ids, vectors)
+    return part._replace(tower=tower, params=params)
+
+
+def write(path: files.Path, embedding: Embedding) -> None:
+    """Write an embedding to a .safetensors file as diffusers does."""
+    torch_weights.write(path, {embedding.word: embedding.vectors})

@@ -82,7 +82,13 @@ def of_run(
         base: The path of the weights that a LoRA run adapts; None for the path in its config.
     """
     run = read_settings(runs.load(workdir, "sd_jax"))
-    finetune.check_wanted(base, run.lora)
+    finetune.check_wanted(base, run)
+    if run.text.learned_tokens:
+        raise ValueError(
+            f"{workdir} is a run of text.learned_tokens={run.text.learned_tokens!r}, which trains "
+            f"no UNet: name its base, {run.unet_weights}, or write the word's embedding with "
+            "convert --names=diffusers"
+        )
     read = lambda: read_unet(base or run.unet_weights, unet, text_width)
     abstract = names.abstract_unet(unet, text_width, picture_fields.read(run.data.fields))
     return finetune.network(workdir, run, abstract, read, which, step)

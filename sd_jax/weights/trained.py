@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import sharding
@@ -13,13 +14,14 @@ from diffusion_jax.draw import program
 from diffusion_jax.draw import stage as stage_module
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.stage import Stage
+from diffusion_jax.text.encoder import LEARNED, read_learned
 from diffusion_jax.weights import finetune, lora, pretrained
-from sd_jax import task
+from sd_jax import task, textual_inversion
 from sd_jax import vae as vae_module
 from sd_jax.sampling import make_sampler_inputs
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
-from sd_jax.weights import checkpoints, lora_files, names, schedulers
+from sd_jax.weights import checkpoints, embedding_files, lora_files, names, schedulers
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
@@ -59,15 +61,19 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
             guide, s, read_run, init_of, mesh, task.RULES
         )
 
-    # The UNet, to which a LoRA run adds its factors.
+    # The UNet, to which a LoRA run adds its factors. A learned word changes only the text.
     trained = task.make_task(s, encoder, None)._replace(frozen=frozen)
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
-    trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
+    learns = bool(s.text.learned_tokens)
+    adapt = textual_inversion.adapt if learns else None
+    trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh, adapt)
 
     def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)
         check_pipeline(p)
         sampler_inputs = make_sampler_inputs(p, encoder, preview, guide_settings)
+        if learns:
+            return textual_inversion.drawn(sampler_inputs)
         return lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs
 
     return stage_module.load_stage(
@@ -118,10 +124,17 @@ def write_lora(
 ) -> None:
     """Write the factors of a LoRA run to a file with diffusers' or kohya's parameter names.
 
-    `dialect` is "diffusers" or "kohya". `ema` is "raw", the name of an average such as "0.9999", or
-    "ema" for the average with the largest decay. Raises ValueError for a run without LoRA.
+    For a run that learned a word, write its embedding as diffusers does. `dialect` is "diffusers"
+    or "kohya". `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average
+    with the largest decay. Raises ValueError for other runs.
     """
     s = read_run(workdir)
+    if s.text.learned_tokens:
+        word, _, count = read_learned(s.text.learned_tokens)
+        empty = {LEARNED: jax.ShapeDtypeStruct((count, s.text.width), jnp.float32)}
+        vectors = np.asarray(finetune.factors(workdir, s, empty, ema)[LEARNED])
+        embedding_files.write(path, embedding_files.Embedding(word, vectors))
+        return
     if not s.lora.rank:
         raise ValueError(
             f"{workdir} is not a LoRA run, so it has no factors to write: use --names=ldm or "

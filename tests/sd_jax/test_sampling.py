@@ -26,6 +26,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
 from tests.parity.sd import ldm_vae
+from tests.sd_jax import tiny
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise in each step, or average v, which is not an average of eps.
@@ -315,3 +316,10 @@ def test_text_to_image_matches_the_reference_from_end_to_end(monkeypatch):
     drawn = sample(params, frozen, batch, KEYS[:2], jnp.full(2, meta["scale"]))
     expected = images("decoded")
     np.testing.assert_allclose(drawn, expected, atol=3e-5 * float(jnp.abs(expected).max()))
+
+
+def test_eps_with_the_cosine_schedule_must_not_start_without_a_signal():
+    with pytest.raises(ValueError, match="sampling starts at noise level 2e7, where x has no"):
+        tiny.settings(diffusion__noise="cosine")
+    tiny.settings(diffusion__noise="cosine", diffusion__predicts="v")
+    tiny.settings(diffusion__noise="cosine", sampler__grid="karras", sampler__sigma_max=80.0)

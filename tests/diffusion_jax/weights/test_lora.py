@@ -1,5 +1,7 @@
 """LoRA: only two factors per kernel are trained, and their product is added to it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,7 +170,9 @@ def test_invalid_lora_targets_are_errors(change, message):
 
 
 def test_unet_weights_without_lora_or_finetuning_is_an_error():
-    finetune.check_wanted("s3://bkt/base", S)
-    finetune.check_wanted(None, Lora())
+    s = lambda lora, word="": SimpleNamespace(lora=lora, text=SimpleNamespace(learned_tokens=word))
+    finetune.check_wanted("s3://bkt/base", s(S))
+    finetune.check_wanted("s3://bkt/base", s(Lora(), "<cat>=cat"))
+    finetune.check_wanted(None, s(Lora()))
     with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base .* remove --unet_weights"):
-        finetune.check_wanted("s3://bkt/base", Lora())
+        finetune.check_wanted("s3://bkt/base", s(Lora()))

@@ -1,0 +1,54 @@
+"""Textual inversion (Gal et al. 2022): train the vectors of a new word, and freeze all networks.
+
+The config's text.learned_tokens names the word. Only its vectors and the learned loss weighting
+(see objective.LEARNED) are trained, averaged and saved. The gradient passes through the UNet and
+CLIP, which computes the text in every step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from diffusion_jax.task import Params, Task
+from diffusion_jax.text.encoder import LEARNED
+
+
+def adapt(task: Task, base: Params) -> Task:
+    """Return a task that trains the vectors of the text encoder's new word, and freezes `base`.
+
+    `base` holds the UNet's parameters, or only their shapes if the task is only traced.
+    """
+    initial = task.frozen["text"]["params"][LEARNED]
+
+    def init(key):
+        others = {name: tree for name, tree in task.init(key).items() if name != "params"}
+        shown = isinstance(initial, np.ndarray)  # Otherwise, only the shapes matter.
+        return {LEARNED: jnp.asarray(initial) if shown else jnp.zeros(initial.shape), **others}
+
+    return task._replace(
+        init=init,
+        loss=drawn(task.loss),
+        sample=drawn(task.sample),
+        frozen={"task": task.frozen, "base": base},
+        measure=task.measure and task.measure._replace(errors=drawn(task.measure.errors)),
+        sampler_inputs=task.sampler_inputs and drawn(task.sampler_inputs),
+    )
+
+
+def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of a Task to take the vectors of a word instead of the UNet's parameters.
+
+    The wrapped function expects the UNet in frozen["base"], and the task's own frozen weights in
+    frozen["task"].
+    """
+
+    def adapted(params, frozen, *arguments):
+        others = {name: tree for name, tree in params.items() if name != LEARNED}
+        text = frozen["task"]["text"]
+        text = {**text, "params": {**text["params"], LEARNED: params[LEARNED]}}
+        whole = {**frozen["base"], **others}
+        return function(whole, {**frozen["task"], "text": text}, *arguments)
+
+    return adapted
