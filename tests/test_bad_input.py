@@ -123,7 +123,7 @@ evaluate --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first 
 precache --captions=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
 metrics clip D/images --prompts=D/short.tsv --clip=x | D/short.tsv, line 3 has 1 cells, but the
 sample --prompts=D/none.txt | No such file or directory: 'D/none.txt'
-sample --prompts=D/empty | Is a directory: 'D/empty'
+sample --prompts=D/empty | D/empty holds no prompts: add some
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
 sample --prompt=a --sampler=huen | sampler.name is 'huen': did you mean 'heun'?
