@@ -57,7 +57,7 @@ def test_bytes_per_caption_include_rows_scales_and_index():
 def test_a_store_of_an_earlier_version_can_be_read(tmp_path):
     """Written at commit cc541fd: the digests of weights and tokenizer must still match."""
     weights = tiny_weights.t5_folder(tmp_path / "t5")
-    text = Text("t5", str(weights), str(FIXTURES / "store"), 16, 8, 32, "float32", 0.1)
+    text = Text("t5", str(weights), str(FIXTURES / "store"), 16, 8, 32, "float32", drop_prob=0.1)
     texts = ["a dog\u2019s </s> café", "a dog", "a cat on a mat"]
     rows, mask = map(np.asarray, embed(lookup.open_encoder(text), texts))
     expected, expected_mask = map(np.asarray, embed(lookup.open_online(text), texts))

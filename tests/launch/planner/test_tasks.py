@@ -34,7 +34,7 @@ def test_text_encoders_without_weights_have_their_published_shapes(encoder, widt
 
 
 def test_a_text_encoder_of_unknown_shape_is_an_error():
-    text = Text("t5", "nowhere/at/all", "", 500, 77, 77, "bfloat16", 0.0)
+    text = Text("t5", "nowhere/at/all", "", 500, 77, 77, "bfloat16", drop_prob=0.0)
     with pytest.raises(OSError, match="nowhere"):
         encoders.open_encoder(text)
 
