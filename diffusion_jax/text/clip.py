@@ -175,8 +175,8 @@ def encoder(
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
         dtype: the type in which weights are stored and matrix products computed.
-        learned_tokens: the config's text.learned_tokens. frozen["params"][LEARNED] holds the
-            initial vectors of the word.
+        learned_tokens: the config's text.learned_tokens. The parameter `learned_embedding` of the
+            frozen weights holds the initial vectors of the word.
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
