@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_the_same_vectors_as_rows_of_clips_table(publish
     vae = initial.read_vae(s.vae_weights, s.vae)
     task = train.make_task(s, encoder, vae)
     task = task._replace(frozen=jax.tree.map(jnp.asarray, task.frozen))
-    base = initial.read_unet(s.unet_weights, s.unet, s.text.width)
+    base = jax.tree.map(jnp.asarray, initial.read_unet(s.unet_weights, s.unet, s.text.width))
     learning = textual_inversion.adapt(task, base)
     keys = jax.random.split(jax.random.key(3), 2)
     image = np.random.default_rng(1).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)

@@ -24,7 +24,7 @@ from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from tests import pages
 
-pytestmark = [pytest.mark.slow, pytest.mark.gate]
+pytestmark = pytest.mark.slow
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -102,6 +102,7 @@ def page(browser, quick):
         yield opened
 
 
+@pytest.mark.gate
 def test_the_page_shows_example_prompts_and_the_readme_of_the_model(page):
     expect(page.locator("#prompts")).to_have_value(PROMPTS[0])
     own = ["a cat, noto style", "a fox, noto style", "a panda, noto style"]
@@ -116,6 +117,7 @@ def test_the_page_shows_example_prompts_and_the_readme_of_the_model(page):
     assert page.input_value("#prompts") in own
 
 
+@pytest.mark.gate
 def test_unknown_words_are_marked_while_typing_and_a_click_replaces_them(page):
     page.fill("#prompts", "a foox, noto style\na kitty")
     expect(page.locator("#unknown mark")).to_have_text(["foox", "kitty"])
@@ -125,6 +127,7 @@ def test_unknown_words_are_marked_while_typing_and_a_click_replaces_them(page):
     expect(page.locator("#unknown mark")).to_have_text(["kitty"])
 
 
+@pytest.mark.gate
 def test_a_slider_sets_its_number_and_samplers_have_descriptions(page):
     slider = page.get_by_label("steps slider")
     assert slider.input_value() == page.locator("#field-steps").input_value()
@@ -171,6 +174,7 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     assert (np.asarray(Image.open(io.BytesIO(png))) == 0).all()
 
 
+@pytest.mark.gate
 def test_an_empty_prompt_works_and_all_pictures_are_one_download(page, quick):
     pages.draw(page, "", count=2)
     pages.drawn(page)
@@ -185,6 +189,7 @@ def test_an_empty_prompt_works_and_all_pictures_are_one_download(page, quick):
         assert "--prompt= --seed=1" in archive.read("commands.txt").decode().replace("''", "")
 
 
+@pytest.mark.gate
 def test_earlier_pictures_are_listed_after_reloading_and_can_be_sampled_again(page, quick):
     for prompt, first in (("a cat, noto style", "5"), ("a fox, noto style", "9")):
         page.fill("#seed", first)
@@ -203,6 +208,7 @@ def test_earlier_pictures_are_listed_after_reloading_and_can_be_sampled_again(pa
     expect(page.locator("#history")).to_be_hidden()
 
 
+@pytest.mark.gate
 def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
     folders = [write_run(tmp_path / name) for name in ("base", "sr")]
     both = Quick(*folders)
@@ -220,6 +226,7 @@ def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
         expect(page.get_by_label("steps of sr slider")).to_have_value("9")
 
 
+@pytest.mark.gate
 def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
     folders = [write_run(tmp_path / name) for name in ("base", "sr")]
     both = Quick(*folders)
@@ -252,6 +259,7 @@ def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
         assert both.drawn[-1][-1]["low_res"].size == (16, 16)
 
 
+@pytest.mark.gate
 def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
     long = tuple(f"a prompt of the number {n}" for n in range(9))
     folders = {
@@ -278,6 +286,7 @@ def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
         expect(page.locator("#differing")).to_be_empty()
 
 
+@pytest.mark.gate
 def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(
     browser, quick, tmp_path
 ):
