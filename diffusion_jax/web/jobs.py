@@ -20,6 +20,8 @@ from diffusion_jax.web.uploads import Edit, Uploads
 
 WAITING = 16
 """The largest number of waiting jobs. Further jobs are refused."""
+ENDED = ("done", "cancelled", "failed")
+"""The states of a job that does not change any more."""
 PICTURES = 100
 """The largest number of pictures in a job."""
 _BATCH_SIZE = 8  # Pictures with the same settings are drawn together.
@@ -55,15 +57,11 @@ class DrawingJob:
     """A random name that identifies the job in URLs."""
     state: str = "waiting"
     """One of "waiting", "drawing", "done", "cancelled" and "failed"."""
-    drawn: int = 0
-    """The number of finished pictures."""
     looks: dict[int, str] = dataclasses.field(default_factory=dict)
     """Previews of the pictures that are being drawn: {index: PNG file in base64}."""
     level: float = 0.0
     """The noise level of the previews."""
     error: str = ""
-    version: int = 0
-    """The number of changes to the job. The server reports each change to the watching tabs."""
     cancelled: bool = False
     watchers: int = 0
     streams: int = 0
@@ -87,16 +85,15 @@ class DrawingJob:
         alone = not self.watchers and time.monotonic() - self.left > _UNWATCHED
         return self.cancelled or alone
 
-    def change(self, **values: Any) -> None:
-        """Set fields of the job, and increase `version` so that tabs receive the change."""
-        for name, value in values.items():
-            setattr(self, name, value)
-        self.version += 1
-
     @property
     def ended(self) -> bool:
         """Return whether the job is done, cancelled or failed."""
-        return self.state in ("done", "cancelled", "failed")
+        return self.state in ENDED
+
+    def end(self, state: str, error: str = "") -> None:
+        """End the job. The state changes last: a tab that receives it has received the rest."""
+        self.looks, self.error = {}, error
+        self.state = state
 
 
 class Queue:
@@ -151,13 +148,13 @@ class Queue:
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
             if job.unwanted:
-                job.change(state="cancelled")
+                job.end("cancelled")
         return [job for job in waiting if not job.ended]
 
     def _next(self) -> DrawingJob:
         with self._lock:
             job = self._lock.wait_for(self._waiting)[0]
-            job.change(state="drawing")
+            job.state = "drawing"
             return job
 
     def _work(self) -> None:
@@ -165,15 +162,15 @@ class Queue:
             job = self._next()
             try:
                 self._draw(job)
-                job.change(state="done", looks={})
+                job.end("done")
             except Cancelled:
-                job.change(state="cancelled", looks={})
+                job.end("cancelled")
             except (ValueError, OSError) as error:
-                job.change(state="failed", error=str(error), looks={})
+                job.end("failed", str(error))
             except Exception as error:  # The queue must survive whatever a device raises.
                 logging.exception("a drawing failed")
                 first = (str(error).splitlines() or [""])[0]
-                job.change(state="failed", error=f"{type(error).__name__}: {first}", looks={})
+                job.end("failed", f"{type(error).__name__}: {first}")
 
     def _draw(self, job: DrawingJob) -> None:
         numbered = list(enumerate(job.pictures))
@@ -210,8 +207,7 @@ class Queue:
             sizes = zip(*drawn.smaller, drawn.images, strict=True)
             for (_, picture), images in zip(rows, sizes, strict=True):
                 self._keep(picture, tuple(map(png, images)))
-        count = sum(self.files(picture) is not None for picture in job.pictures)
-        job.change(drawn=count, looks={})
+        job.looks = {}
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
         """Keep a picture's PNG files in memory.
@@ -253,7 +249,7 @@ class _Looks:
             return
         shown = zip(self._numbers[self._done[side] :], images, strict=False)
         looks = {n: base64.b64encode(png(_small(image))).decode() for n, image in shown}
-        self._job.change(looks=looks, level=level)
+        self._job.level, self._job.looks = level, looks
         self._last = time.monotonic()
 
 

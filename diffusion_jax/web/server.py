@@ -31,7 +31,7 @@ from diffusion_jax.draw.seeds import MOST
 from diffusion_jax.files import untrusted
 from diffusion_jax.web import about, results, uploads
 from diffusion_jax.web.access import Answer, guarded, with_headers
-from diffusion_jax.web.jobs import PICTURES, DrawingJob, Picture, Queue
+from diffusion_jax.web.jobs import ENDED, PICTURES, DrawingJob, Picture, Queue
 from diffusion_jax.weights import restore
 
 _SCRIPTS_AND_STYLE = (
@@ -246,11 +246,12 @@ def _drawing(site: Site) -> list[Route]:
             number = job.streams
             with job.watched():
                 while job.streams - number < _STREAMS:  # Newer streams replace old ones.
-                    now = job.version, site.queue.ahead(job) if job.state == "waiting" else 0
+                    now = site.report(job)
                     if now != sent:
                         sent = now
-                        yield f"data: {json.dumps(site.report(job))}\n\n"
-                    if job.ended or await request.is_disconnected():
+                        yield f"data: {json.dumps(now)}\n\n"
+                    # The report, not the job: a job may end after its report was made.
+                    if now["state"] in ENDED or await request.is_disconnected():
                         return
                     await asyncio.sleep(0.05)
 

@@ -140,6 +140,7 @@ def test_a_slider_sets_its_number_and_samplers_have_descriptions(page):
     assert described == "Sample with DDIM (Song et al. 2021, equation 12)."
 
 
+@pytest.mark.gate
 def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     photo = io.BytesIO()
     Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")

@@ -154,6 +154,25 @@ def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
     assert (report["state"], report["drawn"], report["looks"]) == ("cancelled", [], {})
 
 
+def test_a_watching_tab_receives_the_end_of_a_job_that_ends_while_a_report_is_sent(
+    site, slow, monkeypatch
+):
+    app, report = server.app(site, HOSTS), site.report
+    name = post(app, [a_picture()])[1]["job"]
+    job = site.queue.jobs[name]
+    wait_for(lambda: job.state == "drawing")
+
+    def then_end(job):
+        made = report(job)
+        slow.go.release(2)
+        wait_for(lambda: job.ended)
+        return made
+
+    monkeypatch.setattr(site, "report", then_end)
+    sent = [json.loads(line[6:]) for line in ask(app, f"/api/jobs/{name}")[2].split(b"\n") if line]
+    assert [(one["state"], one["drawn"]) for one in sent] == [("drawing", []), ("done", [0])]
+
+
 def test_the_number_of_waiting_jobs_is_limited(site, slow):
     app = server.app(site, HOSTS)
     many = [post(app, [a_picture(seed=n)])[0] for n in range(jobs.WAITING + 2)]
