@@ -229,8 +229,8 @@ def bad_input(
     This context manager catches the types in `usual` and `more`. Catch the `usual` types only
     around checks of the input, because elsewhere they indicate bugs. Two errors have their own exit
     codes, after which launchers start the command again: exits.BUSY for Busy, and 1 for a full
-    disk or memory. The error of a lost connection between processes passes through unchanged. If a package is
-    not installed, the message says how to install it.
+    disk or memory. The error of a lost connection between processes passes through unchanged. If a
+    package is not installed, the message says how to install it.
     """
     try:
         yield
