@@ -112,7 +112,7 @@ def _read_mask(data: bytes, shape: tuple[int, int]) -> Image.Image:
         raise Unusable("broken_mask", f"it is {mask.width}x{mask.height}, but its image is {size}")
     if np.ptp(colours, axis=-1).max() > _GREY:
         raise Unusable("broken_mask", "it has colours: save it in grey, with white where it counts")
-    if (brightest := int(np.max(mask))) < _DARK:
+    if (brightest := int(np.asarray(mask).max())) < _DARK:
         raise Unusable("broken_mask", f"its brightest pixel is {brightest} of 255: white counts")
     return mask
 

@@ -123,7 +123,7 @@ def _sample(pictures: Any) -> str:
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLED).astype(int))
     before, start = collections.Counter(pictures.skipped()), time.monotonic()
-    count = masked = 0
+    count, masked, masks = 0, 0, None
     for first in range(0, len(rows), _READ_AT_ONCE):
         chunk = rows[first : first + _READ_AT_ONCE]
         masks = pictures.columns(chunk).mask
