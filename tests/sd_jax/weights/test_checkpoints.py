@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from diffusion_jax.text import tokenize
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, file_parts, names, schedulers
+from sd_jax.weights import checkpoints, file_parts, names, schedulers, text
 from tests.diffusion_jax.text.tiny_weights import case, state
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import unet_weights, vae_weights
@@ -194,11 +195,31 @@ def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     assert read.report[2] == "text: arrays left out (1): they are not CLIP's"
 
 
-def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
+def test_the_ids_of_a_saved_text_encoder_are_those_of_its_tokenizer(published, tmp_path):
+    read = checkpoints.load(published / "d")
+    tokenizer = tokenize.clip(published / "d" / "tokenizer")
+    tokenizer.add_words({"cat": 2})  # Ids 40 and 41, after the end token.
+    assert tokenizer.vocab_size == 42
+    source = tmp_path / "source"
+    shutil.copytree(published / "d", source)
+    tokenizer._tokenizer.save(str(source / "tokenizer" / "tokenizer.json"))
+    params = read.text.params["params"]
+    longer = {**params, "token_embedding": np.ones((42, 24), np.float32)}
+    longer = read.text._replace(
+        tower=read.text.tower.clone(vocab_size=42), params={"params": longer}
+    )
+    checkpoints.save_diffusers(read._replace(text=longer), tmp_path / "d", tokenizer=source)
+    config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+    assert [config[name] for name in names] == [38, 39, 39, 42]
+    clip = text.to_transformers(read.text._replace(tower=longer.tower.clone(vocab_size=49410)))[0]
+    assert [clip[name] for name in names] == [49406, 49407, 49407, 49410]
+
+
+def test_tokenizer_and_scheduler_are_copied(folder, published, tmp_path):
     source = tmp_path / "source"
     checkpoints.save_diffusers(checkpoints.load(folder / "d"), source)
-    (source / "tokenizer").mkdir()
-    (source / "tokenizer" / "merges.txt").write_text("a b")
+    shutil.copytree(published / "d" / "tokenizer", source / "tokenizer")
     index = json.loads((source / "model_index.json").read_text())
     pndm = {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "steps_offset": 1}
     index |= {"tokenizer": ["transformers", "CLIPTokenizer"]}
@@ -207,7 +228,7 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
     (source / "scheduler" / "scheduler_config.json").write_text(json.dumps(pndm))
     read = checkpoints.load(source)
     checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source)
-    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "#version: 0.2\n"
     assert checkpoints.load(tmp_path / "to").predicts == read.predicts == "eps"
     assert json.loads((tmp_path / "to" / "model_index.json").read_text()) == index
     assert checkpoints.load(tmp_path / "to").scheduler == pndm
