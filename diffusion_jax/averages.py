@@ -49,8 +49,9 @@ def describe(workdir: str, step: int | None = None) -> str:
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
     snapshots = restore.steps(root.parent / restore.SNAPSHOTS)
+    span = f", of steps {snapshots[0]:,} to {snapshots[-1]:,}" if snapshots else ""
     rows = [
-        ("snapshots", f"{len(snapshots)} in {root.parent / restore.SNAPSHOTS}{_span(snapshots)}"),
+        ("snapshots", f"{len(snapshots)} in {root.parent / restore.SNAPSHOTS}{span}"),
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
         ("at step", f"{at:,}, computed from the {len(sources)} averages stored up to this step:"),
     ]
@@ -130,10 +131,6 @@ def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.S
             "--config.optimizer.ema_widths=(0.05,0.1), so that a run stores such averages"
         )
     return root, sources
-
-
-def _span(steps: list[int]) -> str:
-    return f", of steps {steps[0]:,} to {steps[-1]:,}" if steps else ""
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
         wrapped = raised.__context__ if isinstance(raised, TypeError | ValueError) else None
         error = wrapped or raised
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if _same(frame, path)]
+        of_file = lambda frame: pathlib.Path(frame.filename).absolute() == path.absolute()
+        lines = [frame.lineno for frame in frames if of_file(frame)]
         line = getattr(error, "lineno", None) or (lines or [None])[-1]
         where = f"{path}, line {line}" if line else f"{path}"
         reason = getattr(error, "msg", None) or error
@@ -84,10 +85,6 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
     if config is not None and not isinstance(config, ConfigDict) and not callable(config):
         raise ValueError(f"{path}: get_config returns {config!r}: it must return a ConfigDict")
     return config
-
-
-def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
-    return pathlib.Path(frame.filename).absolute() == path.absolute()
 
 
 def run(main: Callable[[], None], advice: str = "write flags as --NAME=VALUE") -> None:

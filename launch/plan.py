@@ -44,7 +44,7 @@ from diffusion_jax import cli
 from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import audit, choice, compiling, estimate, gpu, profiling, tasks
-from launch.planner.profiling import Profile
+from launch.planner.blocks import Profile
 
 _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")

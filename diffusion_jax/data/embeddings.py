@@ -66,10 +66,6 @@ def check_suffix(text: str) -> None:
         )
 
 
-def _read_npz(contents: bytes) -> np.ndarray:
-    return _choose(untrusted.read_archive(io.BytesIO(contents)))
-
-
 def _read_safetensors(contents: bytes) -> np.ndarray:
     import safetensors.numpy  # Imported here, because few data sets need it.
 
@@ -85,6 +81,6 @@ def _choose(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 _READERS = {
     "npy": lambda contents: untrusted.read_array(io.BytesIO(contents), len(contents)),
-    "npz": _read_npz,
+    "npz": lambda contents: _choose(untrusted.read_archive(io.BytesIO(contents))),
     "safetensors": _read_safetensors,
 }

@@ -79,7 +79,7 @@ class Worker(NamedTuple):
         meter = progress.Meter(noun, total, name=name, done=finished)
         counts = collections.Counter[str]()
         late = (i for i in missing if not path(i).exists())  # Another worker may have written it.
-        for i, argument in ahead(read or _nothing, late):
+        for i, argument in ahead(read or (lambda item: None), late):
             if not path(i).exists():
                 counts.update(write(i, argument) if read else write(i))
             meter.add(size(i))
@@ -338,7 +338,3 @@ def _log_start(items, missing, size, noun: str, name: str) -> tuple[int, int]:
     finished = total - sum(map(size, missing))
     logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")
     return total, finished
-
-
-def _nothing(item: int) -> None:
-    del item

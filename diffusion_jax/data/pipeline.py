@@ -305,7 +305,9 @@ def make_batches(
     def load(start: int, step: int, indices: Int[np.ndarray, "B"]) -> HostBatch:
         first = start + step * batch_size + process_index * rows
         samples = range(first, first + rows)
-        places = _places(seed, samples) if crop == "random" else None
+        places = None
+        if crop == "random":
+            places = np.stack([np.random.default_rng((seed, n, 1)).random(2) for n in samples])
         view = views[buckets.bucket[indices[0]] if buckets else 0]
         read = view.columns(indices, places)
         if flip:
@@ -477,10 +479,6 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
             "long. Change the mesh, so that the devices of a process are next to each other"
         )
     return first // size, batch_size // size
-
-
-def _places(seed: int, samples: range) -> np.ndarray:
-    return np.stack([np.random.default_rng((seed, n, 1)).random(2) for n in samples])
 
 
 def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:

@@ -64,14 +64,17 @@ def checks(platform: str) -> list[Check]:
     group norm.
     """
     attention, sizes = [], [(256, 333, 64), (1024, 1152, 64), (512, 589, 128)]
+    unsupported = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
+    others = ("auto", *unsupported.get(platform, ()))
     for queries, keys, width in sizes[: 1 if platform == "cpu" else None]:
         shapes = [(2, queries, 4, width), (2, keys, 4, width), (2, keys, 4, width)]
-        for name in _implementations(platform):
+        for name in [name for name in IMPLEMENTATIONS if name not in others]:
             title = lambda name, shape=(queries, keys, width): f"attention {name} {shape}"
             plain = title("xla") if name != "xla" else ""
             run = functools.partial(_attend, implementation=name)
             attention.append(Check(title(name), run, shapes, plain))
     image, wide = (4, 32, 32, 64), (4, 4, 64, 64)
+    group_norm = functools.partial(ops.group_norm, groups=32, eps=1e-5, silu=True)
     return [
         *attention,
         Check("convolution 3x3", _conv(1, 1), [image, (3, 3, 64, 64)]),
@@ -79,14 +82,8 @@ def checks(platform: str) -> list[Check]:
         Check("convolution 2x2, stride 2", _conv(2, 0), [image, (2, 2, 64, 64)]),
         Check("convolution 4x4, stride 2", _conv(2, 1), [image, wide]),
         Check("convolution 4x4, transposed", ops.conv_transpose_4x4, [image, wide, (64,)]),
-        Check("group norm with SiLU", _group_norm, [image, (64,), (64,)]),
+        Check("group norm with SiLU", group_norm, [image, (64,), (64,)]),
     ]
-
-
-def _implementations(platform: str) -> list[str]:
-    """Return the names of the attention implementations that a platform supports, except "auto"."""
-    others = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
-    return [name for name in IMPLEMENTATIONS if name not in ("auto", *others.get(platform, ()))]
 
 
 def _attend(q, k, v, implementation):
@@ -103,10 +100,6 @@ def _conv(stride: int, padding: int) -> Operation:
         )
 
     return run
-
-
-def _group_norm(x, scale, offset):
-    return ops.group_norm(x, scale, offset, groups=32, eps=1e-5, silu=True)
 
 
 def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str, Any]:

@@ -149,7 +149,8 @@ def check_equal(facts: Mapping[str, Any], advice: str) -> None:
     All processes must call this function, with the same names in the same order. `advice` ends the
     message.
     """
-    texts = {name: _short(str(value)) for name, value in facts.items()}
+    short = lambda text: text if len(text) <= 100 else f"{text[:60]}... (digest {_hash(text)})"
+    texts = {name: short(str(value)) for name, value in facts.items()}
     if len(set(gather_text(_hash(str(texts))))) == 1:
         return
     for name, text in texts.items():
@@ -159,10 +160,6 @@ def check_equal(facts: Mapping[str, Any], advice: str) -> None:
                 f"{name} is {each[0]} in process 0, but {each[different[0]]} in process "
                 f"{different[0]}: {advice}"
             )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:60]}... (digest {_hash(text)})"
 
 
 def _hash(text: str) -> str:

@@ -302,10 +302,12 @@ def _score_points(
             cards, features = _features(subject, point, scorer, plan, out, name, card, saved)
             if jax.process_index():
                 continue
-            pictures.append(_sheet(scorer, features.pop("images")))
-            seconds = features.pop("seconds").sum(0)
+            captions = [scorer.caption(i) for i in scorer.shown]
+            pictures.append(sheets.contact_sheet(features.pop("images"), captions))
+            drawing, scoring = features.pop("seconds").sum(0)
             scores = scorer.score(features)
-            rows.append(row | scorers.columns(scores) | _share(*seconds))
+            share = round(float(scoring / (drawing + scoring)), 4)
+            rows.append(row | scorers.columns(scores) | {"features_share_of_time": share})
             sweep.write_scored(
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
@@ -320,7 +322,9 @@ def _score_points(
                 sweep.write_table(out / copies.TABLE, copied)
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
-        _write_curve(out)
+        figure = curve.figure(sweep.read(out))
+        for format in ("png", "pdf"):
+            files.write_whole(out / f"curve.{format}", figures.save(figure, format))
         if (real := scorer.real_sheet()) is not None:
             sheets.write_png(out / sweep.REAL, real)
         sweep.write_metrics(out, rows, pictures)
@@ -369,20 +373,6 @@ def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i, image in zip(rows, images, strict=True):
         sheets.write_png(folder / f"image{i:06}.png", image)
-
-
-def _sheet(scorer: Scorer, images: np.ndarray) -> np.ndarray:
-    return sheets.contact_sheet(images, [scorer.caption(i) for i in scorer.shown])
-
-
-def _share(drawing: float, scoring: float) -> dict[str, float]:
-    return {"features_share_of_time": round(float(scoring / (drawing + scoring)), 4)}
-
-
-def _write_curve(out: pathlib.Path) -> None:
-    figure = curve.figure(sweep.read(out))
-    for format in ("png", "pdf"):
-        files.write_whole(out / f"curve.{format}", figures.save(figure, format))
 
 
 def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:

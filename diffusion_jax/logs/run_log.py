@@ -53,7 +53,9 @@ class MetricWriter:
         self._path = folder / METRICS
         if jax.process_index() == 0:
             if self._path.exists():
-                _drop_after(self._path, resumed_from)
+                lines = read_sound_metrics(self._path)
+                kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= resumed_from]
+                files.write_whole(self._path, "".join(kept))
             self._file = self._path.open("a", encoding="utf-8")
             self._opened.enter_context(self._file)
         self._events = self._opened.enter_context(
@@ -284,7 +286,8 @@ def manifest_entry(
         "config": config,
     }
     # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
-    return json.loads(json.dumps(entry, default=_plain))
+    plain = lambda value: value.item() if isinstance(value, np.generic) else str(value)
+    return json.loads(json.dumps(entry, default=plain))
 
 
 def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -361,11 +364,6 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
         return None
 
 
-def _drop_after(path: pathlib.Path, step: int) -> None:
-    lines = [json.dumps(line) + "\n" for line in read_sound_metrics(path) if line["step"] <= step]
-    files.write_whole(path, "".join(lines))
-
-
 def _devices() -> dict[str, Any]:
     first = jax.devices()[0]
     return {
@@ -374,8 +372,3 @@ def _devices() -> dict[str, Any]:
         "count": jax.device_count(),
         "processes": jax.process_count(),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value for JSON: numpy's numbers to Python's, and other values to strings."""
-    return value.item() if isinstance(value, np.generic) else str(value)

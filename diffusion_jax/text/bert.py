@@ -26,7 +26,7 @@ from diffusion_jax import files
 from diffusion_jax.files.user_cache import user_cache
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
-from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
+from diffusion_jax.text.transformer import ACTIVATIONS, Attention, Mlp, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import Entry, StateDict
 
@@ -71,9 +71,11 @@ class Bert(nn.Module):
         bias = mask_bias(mask)[:, None, None]  # [B, 1, 1, L]
         states = [h]
         for i in range(self.num_layers):
-            attention = _Attention(self.num_heads, self.dtype, name=f"layer_{i}_attention")
+            names = ("query", "key", "value")
+            attention = Attention(self.num_heads, self.dtype, names, name=f"layer_{i}_attention")
             h = norm(name=f"layer_{i}_attention_norm")(h + attention(h, bias))
-            mlp = _Mlp(self.mlp_width, self.activation, self.dtype, name=f"layer_{i}_mlp")
+            fields = (self.mlp_width, self.activation, self.dtype, ("in", "out"))
+            mlp = Mlp(*fields, name=f"layer_{i}_mlp")
             h = norm(name=f"layer_{i}_mlp_norm")(h + mlp(h))
             states.append(h)
         return states
@@ -217,30 +219,6 @@ def abstract_params(model: Bert) -> Any:
     """Return the shapes and types of the model's parameters, without allocating the parameters."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
-
-
-class _Attention(nn.Module):
-    num_heads: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x, bias):
-        head = x.shape[-1] // self.num_heads
-        linear = lambda name: Linear(x.shape[-1], True, self.dtype, name=name)
-        split = lambda y: y.reshape(*y.shape[:2], self.num_heads, head)
-        q, k, v = (split(linear(name)(x)) for name in ("query", "key", "value"))  # [B, L, N, K]
-        return linear("out")(attend(q, k, v, bias, scale=head**-0.5, dtype=self.dtype))
-
-
-class _Mlp(nn.Module):
-    width: int
-    activation: str
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x):
-        h = ACTIVATIONS[self.activation](Linear(self.width, True, self.dtype, name="in")(x))
-        return Linear(x.shape[-1], True, self.dtype, name="out")(h)
 
 
 _REQUIRED = (

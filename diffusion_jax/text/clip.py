@@ -28,7 +28,7 @@ from diffusion_jax.text.encoder import (
     check_fits,
     read_learned,
 )
-from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
+from diffusion_jax.text.transformer import ACTIVATIONS, Attention, Linear, Mlp, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
 
@@ -338,37 +338,12 @@ def _layers(tower: TextTower | ImageTower, h: jax.Array, bias: jax.Array | None)
     states = [h]
     for i in range(tower.num_layers):
         normed = _norm(tower.eps, f"layer_{i}_attention_norm")(h)
-        attention = _Attention(tower.num_heads, tower.dtype, name=f"layer_{i}_attention")
+        attention = Attention(tower.num_heads, tower.dtype, name=f"layer_{i}_attention")
         h = h + attention(normed, bias)
-        mlp = _Mlp(tower.mlp_width, tower.activation, tower.dtype, name=f"layer_{i}_mlp")
+        mlp = Mlp(tower.mlp_width, tower.activation, tower.dtype, name=f"layer_{i}_mlp")
         h = h + mlp(_norm(tower.eps, f"layer_{i}_mlp_norm")(h))
         states.append(h)
     return states
-
-
-class _Attention(nn.Module):
-    num_heads: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x, bias):
-        b, length, width = x.shape
-        head = width // self.num_heads
-        linear = lambda name: Linear(width, True, self.dtype, name=name)
-        split = lambda y: y.reshape(b, length, self.num_heads, head)
-        q, k, v = (split(linear(name)(x)) for name in "qkv")  # each [B, L, N, K]
-        return linear("out")(attend(q, k, v, bias, scale=head**-0.5, dtype=self.dtype))
-
-
-class _Mlp(nn.Module):
-    width: int
-    activation: str
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x):
-        h = ACTIVATIONS[self.activation](Linear(self.width, True, self.dtype, name="fc1")(x))
-        return Linear(x.shape[-1], True, self.dtype, name="fc2")(h)
 
 
 def _norm(eps: float, name: str) -> nn.LayerNorm:

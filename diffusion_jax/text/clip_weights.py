@@ -73,8 +73,10 @@ def from_state(state: StateDict, config: Mapping[str, Any]) -> ClipWeights:
         TEXT: config.get("text_config", config.get("text_cfg", config)),
         VISION: config.get("vision_config", config.get("vision_cfg", config.get("vision", config))),
     }
+    # At the top level of OpenCLIP's config, these settings apply to both towers.
+    shared = {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
     towers = {
-        name: _tower(name, arrays, {**_shared(config), **group}, from_open_clip)
+        name: _tower(name, arrays, {**shared, **group}, from_open_clip)
         for name, group in groups.items()
         if any(key.startswith(f"{name}.") for key in arrays)
     }
@@ -166,11 +168,6 @@ _RULES = (
     (r"layer_(\d+)_mlp/(\w+)", r"TOWER.encoder.layers.\1.mlp.\2"),
 )
 _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
-
-
-def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings at the top level of OpenCLIP's config, which apply to both towers."""
-    return {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
 
 
 def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_clip: bool) -> Tower:

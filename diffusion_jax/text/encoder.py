@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,6 @@ WEIGHTS = "text_weights"
 """The name of the array [B, N L] that holds the weights of tokens in N chunks of L tokens."""
 LEARNED = "learned_embedding"
 """The name of the embeddings of words that were added to a text network, float32 [N, D]."""
-
-
-@runtime_checkable
-class TextNetwork(Protocol):
-    """The sizes of a text network. `check_fits` compares them with the config and the tokenizer."""
-
-    width: int
-    vocab_size: int
 
 
 class LearnedTokens(NamedTuple):
@@ -73,15 +65,13 @@ class TextEncoder(NamedTuple):
     its weights. None if the encoder cannot learn words."""
 
 
-def check_fits(
-    kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int | None
-) -> None:
+def check_fits(kind: str, folder: object, network: Any, vocab_size: int, width: int | None) -> None:
     """Check that a network has the configured width and an embedding for each token.
 
     Args:
         kind: the kind of network for error messages, such as "T5".
         folder: the folder of the weights, for error messages.
-        network: the network.
+        network: the network, with the fields `width` and `vocab_size`.
         vocab_size: the number of tokens of the tokenizer.
         width: the config's text.width; None accepts any width.
 

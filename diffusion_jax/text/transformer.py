@@ -5,7 +5,7 @@ accumulate in float32. This is necessary because T5's residual stream has values
 thousands. At this size, neighbouring bf16 values are up to 256 apart, and float16 overflows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -44,6 +44,40 @@ class Linear(nn.Module):
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(jnp.float32)
         return y
+
+
+class Attention(nn.Module):
+    """Self-attention. The layers of q, k and v have the names `names`, and all have biases."""
+
+    num_heads: int
+    dtype: DTypeLike
+    names: Sequence[str] = ("q", "k", "v")
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B L D"], bias: Array | None) -> Float[Array, "B L D"]:
+        """Return the output of attention. `bias` is added to the logits (see `attend`)."""
+        b, length, width = x.shape
+        head = width // self.num_heads
+        linear = lambda name: Linear(width, True, self.dtype, name=name)
+        split = lambda y: y.reshape(b, length, self.num_heads, head)
+        q, k, v = (split(linear(name)(x)) for name in self.names)  # each [B, L, N, K]
+        return linear("out")(attend(q, k, v, bias, scale=head**-0.5, dtype=self.dtype))
+
+
+class Mlp(nn.Module):
+    """Feed-forward layer with one hidden layer of `width` channels."""
+
+    width: int
+    activation: str
+    dtype: DTypeLike
+    names: tuple[str, str] = ("fc1", "fc2")
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        """Return the output of the second linear layer."""
+        first, second = self.names
+        h = ACTIVATIONS[self.activation](Linear(self.width, True, self.dtype, name=first)(x))
+        return Linear(x.shape[-1], True, self.dtype, name=second)(h)
 
 
 def attend(

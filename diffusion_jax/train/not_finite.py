@@ -154,7 +154,8 @@ def explain(
     rows = _bad_rows(observed)
     some = (rows if rows.size else np.arange(observed.rows.shape[1]))[:_LISTED]
     samples = [int(row) * accumulate + observed.part for row in some]
-    numbers = {k: [_finite(x) for x in v[some].tolist()] for k, v in observed.labels.items()}
+    finite = lambda rows: [x if math.isfinite(x) else None for x in rows.tolist()]
+    numbers = {k: finite(v[some]) for k, v in observed.labels.items()}
     columns = {"row": samples, "name": names(samples), **numbers}
     report = {
         "step": step,
@@ -321,10 +322,6 @@ def _bad_rows(observed: Observed) -> np.ndarray:
     inputs = [bad for bad in observed.inputs.values() if bad.ndim]
     rows = [losses, np.any(inputs, axis=0), *observed.rows]
     return np.flatnonzero(next((bad for bad in rows if bad.any()), losses))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _bad(x: Any) -> Any:

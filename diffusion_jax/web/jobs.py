@@ -151,15 +151,11 @@ class Queue:
                 job.end("cancelled")
         return [job for job in waiting if not job.ended]
 
-    def _next(self) -> DrawingJob:
-        with self._lock:
-            job = self._lock.wait_for(self._waiting)[0]
-            job.state = "drawing"
-            return job
-
     def _work(self) -> None:
         while True:
-            job = self._next()
+            with self._lock:
+                job = self._lock.wait_for(self._waiting)[0]
+                job.state = "drawing"
             try:
                 self._draw(job)
                 job.end("done")

@@ -91,7 +91,8 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
         most: The largest number of evenly spaced sample sheets to show per run, besides the last
             sheet. None shows all.
     """
-    by_name = _runs(workdirs)
+    unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
+    by_name = {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
     configs = {name: settings_record.flat(_config(workdir)) for name, workdir in by_name.items()}
     keys = sorted({key for config in configs.values() for key in config})
     differ = [
@@ -101,11 +102,6 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
     ]
     shown = [_training(name, workdir, show, most) for name, workdir in by_name.items()]
     return {"runs": shown, "names": list(configs), "differing": differ}
-
-
-def _runs(workdirs: Workdirs) -> dict[str, str]:
-    unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
-    return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 
 
 def _stages(one: SweepResult) -> list[str] | None:
@@ -202,6 +198,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
     last = rows[-1]["step"] if rows else 0
     planned = _config(workdir).get("steps", 0)
     samples = sorted(_samples(workdir).items())
+    lineage = _of_manifest(root, run_log.read_lineage)
     chosen = samples[:: -(-len(samples) // most)] if most and samples else samples
     if samples and samples[-1] not in chosen:
         chosen.append(samples[-1])
@@ -213,7 +210,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
         "seconds": _seconds_left(rows, _config(workdir), planned - last),
         "curves": {key: curve.points() for key, curve in curves.items()},
         "starts": _starts(root, rows),
-        "continues": _continues(root),
+        "continues": "{run}@{step}".format(**lineage) if lineage else "",
         "samples": [[step, show(picture)] for step, picture in chosen],
     }
 
@@ -235,11 +232,6 @@ def _starts(root: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[
     ]
     sums = {**goodput.total(every), "not running": sum(one.idle for one in every)}
     return [*shown, {"name": "total", "steps": "", "seconds": sums}] if goodput.total(every) else []
-
-
-def _continues(root: pathlib.Path) -> str:
-    lineage = _of_manifest(root, run_log.read_lineage)
-    return "{run}@{step}".format(**lineage) if lineage else ""
 
 
 def _of_manifest(root: pathlib.Path, read: Callable[[Any], Any]) -> Any:

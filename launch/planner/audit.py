@@ -3,7 +3,7 @@
 import collections
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launch.planner import compiling, hlo
 from launch.planner.cycles import EXCHANGES, PRODUCTS
@@ -85,26 +85,19 @@ def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
 
     `audits` holds pairs (number of executions, audit of one execution).
     """
-    numbers = lambda name: sum(times * getattr(part, name) for times, part in audits)
-    gathers = collections.Counter()
-    for times, part in audits:
-        gathers.update({dtype: times * n for dtype, n in part.gathers.items()})
-    exposed = collections.Counter()
-    for times, part in audits:
-        exposed.update({name: times * n for name, n in part.exposed.items()})
-    products = dict.fromkeys(name for _, part in audits for name in part.float32_products)
-    return Audit(
-        products=numbers("products"),
-        products_written=numbers("products_written"),
-        float32_products=list(products),
-        gathers=dict(gathers),
-        collectives=numbers("collectives"),
-        exposed=dict(exposed),
-        copies=numbers("copies"),
-        copied_bytes=numbers("copied_bytes"),
-        written_bytes=numbers("written_bytes"),
-        padding_bytes=numbers("padding_bytes"),
-    )
+
+    def of_field(name: str) -> Any:
+        values = [(times, getattr(part, name)) for times, part in audits]
+        if name == "float32_products":
+            return list(dict.fromkeys(product for _, products in values for product in products))
+        if name not in ("gathers", "exposed"):
+            return sum(times * n for times, n in values)
+        counts = collections.Counter()
+        for times, by_name in values:
+            counts.update({key: times * n for key, n in by_name.items()})
+        return dict(counts)
+
+    return Audit(*map(of_field, Audit._fields))
 
 
 def lines(audit: Audit) -> list[str]:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh
 
 from diffusion_jax.devices import flops, sharding
 from diffusion_jax.train import loop, memory, optimizer
+from launch.accelerators import KINDS
 from launch.planner import audit, compiling, cycles, pallas
 from launch.planner.audit import Audit
 from launch.planner.cycles import Cost
@@ -50,18 +51,22 @@ class NetworkBlock(NamedTuple):
     """Whether the block has trained parameters; otherwise only its forward pass is compiled."""
 
 
-class CompilerEstimate(NamedTuple):
-    """The compiler's estimates for one program: a block, the parameter update or a whole step."""
+class Profile(NamedTuple):
+    """The compiler's estimates for one TPU device: of a block, the parameter update or a step."""
 
+    kind: str
+    """Kind of TPU, such as "v5e"."""
     label: str
+    """Description of what was compiled, such as the whole program, or its blocks."""
     cycles: Mapping[str, float]
     """Estimated cycles by kind of work; cycles.KINDS lists the kinds."""
     layers: Mapping[str, float]
-    """Estimated cycles by part of the network, such as "down_1_res"."""
+    """Estimated cycles by part of the network, such as "down_1_res": all residual blocks of one
+    level."""
     flops: float
     """FLOPs of matrix products and convolutions, without recomputation."""
-    temporary: int
-    """Temporary memory in bytes."""
+    temporary: int | None
+    """Temporary memory in bytes; None for the sum of several programs."""
     seconds: float
     """Compile time in seconds."""
     costliest: Sequence[Cost]
@@ -72,7 +77,43 @@ class CompilerEstimate(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Total cycles. If the blocks of a step were compiled separately (see `label`),
+        communication between devices is not included."""
         return sum(self.cycles.values())
+
+    @property
+    def clock(self) -> float:
+        """Clock rate in cycles per second."""
+        return KINDS[self.kind].peak / cycles.FLOP_PER_CYCLE[self.kind]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilization of the whole step."""
+        return self.flops / (self.total * cycles.FLOP_PER_CYCLE[self.kind])
+
+    @property
+    def busy(self) -> float:
+        """Model FLOP utilization (MFU) of forward and backward passes, without the optimizer."""
+        work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
+        return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
+
+    @property
+    def update(self) -> float:
+        """Seconds of the parameter update (optimizer and averages)."""
+        return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock
+
+    def summary(self) -> dict[str, Any]:
+        """Return the profile as a dict that can be written as JSON."""
+        return {
+            "how": self.label,
+            "cycles": self.cycles,
+            "layers": self.layers,
+            "costliest": [tuple(row) for row in self.costliest],
+            "mfu": self.mfu,
+            "compile_seconds": self.seconds,
+            "unknown_kernels": self.unknown,
+            "audit": self.audit._asdict(),
+        }
 
 
 def record(model: PlannedTask, samples: int) -> list[NetworkBlock]:
@@ -131,7 +172,7 @@ def work(block: NetworkBlock) -> float:
     return float(forward * (3 if block.trained else 1))
 
 
-def measure(block: NetworkBlock, kind: str) -> CompilerEstimate:
+def measure(block: NetworkBlock, kind: str) -> Profile:
     """Compile a block for one TPU of this kind, and return the compiler's estimates.
 
     For a trained block, the program also computes the gradient.
@@ -150,7 +191,7 @@ def measure(block: NetworkBlock, kind: str) -> CompilerEstimate:
     return measured(compiling.compile_for(lowered, kind), kind, label, work(block))
 
 
-def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> CompilerEstimate:
+def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> Profile:
     """Compile the parameter update for one TPU of this kind, and return the compiler's estimates.
 
     For the part of the train state that one device of `mesh` holds, the program clips the gradient,
@@ -178,9 +219,7 @@ def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> Compile
     return update._replace(cycles={cycles.OPTIMIZER: update.total}, costliest=costliest)
 
 
-def measured(
-    program: compiling.CompiledProgram, kind: str, label: str, work: float
-) -> CompilerEstimate:
+def measured(program: compiling.CompiledProgram, kind: str, label: str, work: float) -> Profile:
     """Return the compiler's estimates for a compiled TPU program.
 
     `work` is the number of model FLOPs that the program computes; it is stored in `flops`.
@@ -199,7 +238,8 @@ def measured(
     for row in rows:
         by_kind[row.kind] += row.cycles  # pyright: ignore[reportArgumentType]
         layers[row.layer] += row.cycles  # pyright: ignore[reportArgumentType]
-    return CompilerEstimate(
+    return Profile(
+        kind=kind,
         label=label,
         cycles=dict(by_kind),
         layers=dict(layers),

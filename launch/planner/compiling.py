@@ -89,7 +89,8 @@ def analyse(model: PlannedTask, target: Target, mesh: AbstractMesh) -> tuple[Com
     says so. Raises ValueError if the mesh does not use all devices of the target.
     """
     missing = missing_for(target)
-    devices = jax.devices() if missing else _devices(target)
+    make_devices = tpu_devices if target.is_tpu else gpu.devices
+    devices = jax.devices() if missing else make_devices(target)
     if len(devices) != mesh.size:
         raise ValueError(
             f"the mesh has {mesh.size} devices, but the target has {len(devices)}: set one mesh "
@@ -129,10 +130,6 @@ def missing_for(target: Target) -> str | None:
     if importlib.util.find_spec("libtpu") is None:
         return "libtpu (pip install libtpu) is not installed"
     return None
-
-
-def _devices(target: Target) -> list[Any]:
-    return tpu_devices(target) if target.is_tpu else gpu.devices(target)
 
 
 def lower_step(model: PlannedTask, mesh: Mesh) -> jax.stages.Lowered:

@@ -2,79 +2,12 @@
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from launch import accelerators
 from launch.planner import audit, blocks, compiling, cycles, estimate
-from launch.planner.audit import Audit
-from launch.planner.blocks import CompilerEstimate, NetworkBlock
-from launch.planner.cycles import Cost
+from launch.planner.blocks import NetworkBlock, Profile
 from launch.planner.tasks import PlannedTask
-
-
-class Profile(NamedTuple):
-    """Profile of a train step on one TPU device, as estimated by the compiler."""
-
-    kind: str
-    """Kind of TPU, such as "v5e"."""
-    how: str
-    """Description of what was compiled: the whole program, or its blocks."""
-    cycles: dict[str, float]
-    """Estimated cycles by kind of work, largest first."""
-    layers: dict[str, float]
-    """Estimated cycles by part of the network, largest first. A part is, for example, "down_1_res":
-    all residual blocks of one level."""
-    costliest: list[Cost]
-    """The most expensive instructions, with the largest estimates first."""
-    flops: float
-    """Model FLOPs of a step on this device, without recomputation."""
-    seconds: float
-    """Compile time in seconds."""
-    unknown: int
-    """Number of kernels without an estimate, which count as 0 cycles."""
-    audit: Audit
-
-    @property
-    def total(self) -> float:
-        """Total cycles of a step. If the blocks were compiled separately (see `how`), communication
-        between devices is not included."""
-        return sum(self.cycles.values())
-
-    @property
-    def clock(self) -> float:
-        """Clock rate in cycles per second."""
-        return accelerators.KINDS[self.kind].peak / cycles.FLOP_PER_CYCLE[self.kind]
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOP utilization of the whole step."""
-        return self.flops / (self.total * cycles.FLOP_PER_CYCLE[self.kind])
-
-    @property
-    def busy(self) -> float:
-        """Model FLOP utilization (MFU) of forward and backward passes, without the optimizer."""
-        work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
-        return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
-
-    @property
-    def update(self) -> float:
-        """Seconds of the parameter update (optimizer and averages)."""
-        return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock
-
-    def summary(self) -> dict[str, Any]:
-        """Return the profile as a dict that can be written as JSON."""
-        return {
-            "how": self.how,
-            "cycles": self.cycles,
-            "layers": self.layers,
-            "costliest": [tuple(row) for row in self.costliest],
-            "mfu": self.mfu,
-            "compile_seconds": self.seconds,
-            "unknown_kernels": self.unknown,
-            "audit": self.audit._asdict(),
-        }
 
 
 def check(kind: str) -> None:
@@ -114,8 +47,8 @@ def of_blocks(
 
 
 def total(
-    rows: Sequence[tuple[NetworkBlock, CompilerEstimate]],
-    update: CompilerEstimate,
+    rows: Sequence[tuple[NetworkBlock, Profile]],
+    update: Profile,
     passes: int,
     kind: str,
 ) -> Profile:
@@ -146,11 +79,12 @@ def total(
     )
     return Profile(
         kind=kind,
-        how=f"the sum of {len(rows)} blocks and the update, each compiled separately",
+        label=f"the sum of {len(rows)} blocks and the update, each compiled separately",
         cycles=dict(kinds.most_common()),
         layers=dict(layers.most_common()),
         costliest=costliest[: blocks.COSTLIEST],
         flops=sum(times * part.flops for times, part in calls),
+        temporary=None,
         seconds=sum(part.seconds for _, part in rows) + update.seconds,
         unknown=sum(times * part.unknown for times, part in calls),
         audit=audit.added([(times, part.audit) for times, part in [*calls, (1, update)]]),
@@ -166,17 +100,8 @@ def of_program(
     work *= estimate.passes(model, mesh) / mesh.shape["tensor"]
     step = blocks.measured(program, kind, "the whole program", work)
     order = lambda counts: dict(sorted(counts.items(), key=lambda item: -item[1]))
-    return Profile(
-        kind=kind,
-        how="the whole program",
-        cycles=order(step.cycles),
-        layers=order({name or "other": n for name, n in step.layers.items()}),
-        costliest=list(step.costliest),
-        flops=work,
-        seconds=step.seconds,
-        unknown=step.unknown,
-        audit=step.audit,
-    )
+    layers = order({name or "other": n for name, n in step.layers.items()})
+    return step._replace(cycles=order(step.cycles), layers=layers)
 
 
 def table(profile: Profile) -> list[tuple[str, str]]:
@@ -191,7 +116,7 @@ def table(profile: Profile) -> list[tuple[str, str]]:
         ("compiler's estimate", f"{million(profile.total)} cycles per step, "
                                 f"{1e3 * profile.total / profile.clock:,.1f} ms at "
                                 f"{profile.clock / 1e9:.2f} GHz: {100 * profile.mfu:.1f} % MFU. It "
-                                f"covers {profile.how}; compiling took {profile.seconds:,.0f} s. "
+                                f"covers {profile.label}; compiling took {profile.seconds:,.0f} s. "
                                 "Nothing was measured"),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),

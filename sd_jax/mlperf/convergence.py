@@ -12,13 +12,15 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from diffusion_jax.evaluate.mlperf import rcp
 from sd_jax.mlperf import mllog, rules
+
+_CHECKER = "rcp_checker.rcp_checker"
 
 
 class Result(NamedTuple):
@@ -156,7 +158,7 @@ def reference_at(batch_size: int) -> ReferenceRuns | None:
     the smallest published one, the values of the smallest are returned. Above the largest one,
     there is no reference, and the result is None.
     """
-    checker = _rcp_checker().RCP_Checker("training", rules.VERSION, rules.NAME, False)
+    checker = mllog.package(_CHECKER).RCP_Checker("training", rules.VERSION, rules.NAME, False)
     points = sorted(checker.pruned_rcp_data.values(), key=lambda point: point["BS"])
     at_least = [point for point in points if point["BS"] >= batch_size]
     below = [point for point in points if point["BS"] < batch_size]
@@ -194,15 +196,11 @@ def nearest_curve(batch_size: int) -> tuple[int, Curve]:
     return size, curves[size]
 
 
-def _rcp_checker() -> Any:
-    return mllog.package("rcp_checker.rcp_checker")
-
-
 def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
     if status != mllog.SUCCESS:  # MLCommons' checker would only warn.
         return None
     try:
-        _, samples, *_ = _rcp_checker().read_submission_file(path, rules.VERSION, False)
+        _, samples, *_ = mllog.package(_CHECKER).read_submission_file(path, rules.VERSION, False)
     except ValueError:  # min() of an empty list: no evaluation meets the targets.
         return None
     except KeyError as error:

@@ -226,7 +226,9 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
     return all(
         (x is None) == (y is None)
         and (x is None or y is None or x._replace(params=None) == y._replace(params=None))
-        and (x is None or y is None or jax.tree.all(jax.tree.map(_same, x.params, y.params)))
+        and (
+            x is None or y is None or jax.tree.all(jax.tree.map(np.array_equal, x.params, y.params))
+        )
         for x, y in pairs
     )
 
@@ -414,7 +416,3 @@ def _line(part: str, state: Sized, dialect: str, params: Any) -> str:
 def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a, b)

@@ -30,7 +30,8 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     fields differ from those of `vae`.
     """
     if _is_workdir(path):
-        return _averaged(path, names.abstract_vae(vae))
+        folder = files.path(path) / runs.CHECKPOINTS
+        return jax.device_get(restore.load_params(folder, names.abstract_vae(vae)))
     return _checked(checkpoints.load(path, parts=("vae",)).vae, vae, path, "VAE").params
 
 
@@ -115,10 +116,6 @@ def _widened(params: Any, unet: UNet) -> Any:
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:
     return (files.path(path) / runs.CHECKPOINTS).is_dir()
-
-
-def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
-    return jax.device_get(restore.load_params(files.path(path) / runs.CHECKPOINTS, abstract))
 
 
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:

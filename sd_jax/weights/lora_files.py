@@ -113,7 +113,8 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
         if kind in arrays:
             raise ValueError(f"{path} holds the factor {kind} of {layer} twice: keep one of them")
         arrays[kind] = np.asarray(array, np.float32)
-    metadata = _read_config(path) if _is_of_peft(state) else _read_metadata(path)
+    of_peft = any(name.startswith(_PEFT) for name in state)
+    metadata = _read_config(path) if of_peft else _read_metadata(path)
     for part, config in metadata.items():
         _check_config(path, config, parts.get(part, {}))
     all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
@@ -270,10 +271,6 @@ def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
         part = {"unet": "unet", "text_encoder": "text"}.get(prefix, "")
         metadata.setdefault(part, {})[field] = value
     return metadata
-
-
-def _is_of_peft(state: Mapping[str, Any]) -> bool:
-    return any(name.startswith(_PEFT) for name in state)
 
 
 def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:

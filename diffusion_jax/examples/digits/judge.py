@@ -105,7 +105,9 @@ def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
 
 
 def _glyphs(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 64"]:
-    return 16 * _shrink(mix).reshape(-1, 64)
+    """Shrink images to 8x8 by averaging blocks of pixels. H and W must be multiples of 8."""
+    b, h, w = mix.shape
+    return 16 * mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4)).reshape(-1, 64)
 
 
 def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
@@ -141,9 +143,3 @@ def _read_inks(
         errors.append(np.where(np.array(papers) == name, np.inf, error))
     best = np.argmin(errors, axis=0)
     return [list(digits.INKS)[i] for i in best], np.stack(mixes)[best, np.arange(len(best))]
-
-
-def _shrink(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 8 8"]:
-    """Shrink images to 8x8 by averaging blocks of pixels. H and W must be multiples of 8."""
-    b, h, w = mix.shape
-    return mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4))

@@ -220,7 +220,7 @@ def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
 
 def test_a_profile_counts_each_block_as_often_as_it_is_called():
     empty = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=3))
-    one = blocks.CompilerEstimate("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
+    one = blocks.Profile("v5e", "a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
                           [cycles.Cost(3e6, "matrix unit", "", "conv")], 0, empty)  # fmt: skip
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
