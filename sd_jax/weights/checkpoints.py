@@ -288,6 +288,11 @@ def _from_file(
     if "vae" in parts:
         vae_part = _vae(formats.vae_from_weights(parts["vae"]), parts["vae"])
         report.append(_line("vae", parts["vae"], "ldm", vae_part.params))
+        if facts.scale is None and "unet" not in found.networks:
+            report.append(
+                f"vae: the file states no scale of the latents, so Stable Diffusion's {SCALE} is "
+                "used: for another VAE, set latents.scale, or scaling_factor in vae/config.json"
+            )
     if "text" in parts:
         try:
             text_part = text.from_ldm(parts["text"], facts.text)
@@ -300,7 +305,7 @@ def _from_file(
         report.append(f"arrays of other networks, not used: {listed}")
     predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
-    size, scale, shift = facts.latent_size, facts.scale, facts.shift
+    size, scale, shift = facts.latent_size, facts.scale or SCALE, facts.shift
     return Checkpoint(
         unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift
     )

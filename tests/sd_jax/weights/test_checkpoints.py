@@ -186,6 +186,18 @@ def test_the_text_encoder_is_saved_with_names_of_transformers(folder, tmp_path, 
     assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
 
 
+def test_the_report_of_a_vae_alone_says_that_its_scale_is_assumed(folder, tmp_path):
+    np.savez(tmp_path / "vae.npz", **{f"first_stage_model.{n}": w for n, w in vae_state().items()})
+    read = checkpoints.load(tmp_path / "vae.npz")
+    assert read.scale == 0.18215
+    assert "states no scale of the latents, so Stable Diffusion's 0.18215 is used" in read.report[1]
+    checkpoints.save_file(read._replace(scale=0.5), tmp_path / "own.npz")
+    own = checkpoints.load(tmp_path / "own.npz")
+    assert own.scale == 0.5 and not any("scale" in line for line in own.report)
+    whole = load(folder / "a.npz", "ema")
+    assert not any("scale" in line for line in whole.report)
+
+
 def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
     np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
