@@ -228,7 +228,7 @@ def test_unknown_optimizers_and_parameters_are_errors(name, message):
 def test_factors_of_learning_rate_and_weight_decay_apply_to_the_weights_that_they_match():
     tree = {"params": {n: {"kernel": jnp.full(2, 8.0), "bias": jnp.full(2, 8.0)} for n in "abc"}}
     gradient = jax.tree.map(jnp.ones_like, tree)
-    plain = Optimizer(lr=0.5, name="sgd(momentum=0)", warmup=0, weight_decay=0.25)
+    plain = Optimizer(lr=0.5, name="sgd(momentum=0.0)", warmup=0, weight_decay=0.25)
     settings = plain._replace(lr_factors="/b/=0.5, c=0, ^params/c/bias=4", decay_factors="bias$=0")
     tx, as_before = (optimizer.make_optimizer(s, 10) for s in (settings, plain))
     updates, state = jax.jit(tx.update)(gradient, tx.init(tree), tree)
