@@ -7,9 +7,10 @@ The base is the quick start with half its steps, a constant learning rate and no
 loss. Each variant changes one choice of the base. In training, this is the objective, the loss
 weighting or the network; in sampling, the guidance, the sampler, the number of steps or the
 parameter average. A classifier of the digits (the judge) scores the pictures of each variant. All
-variants have the same budget: the same number of training steps, with networks of equal cost, and
-at most 24 evaluations of the network per picture (a guided step counts as two). So the scores do
-not depend on the machine's load. The command also measures the CPU time per step and per picture.
+variants have the same budget: the same number of training steps (or, with "equal time" in their
+names, the CPU time of the base), with networks of equal cost, and at most 24 evaluations of the
+network per picture (a guided step counts as two). So, apart from "equal time", the scores do not
+depend on the machine's load. The command also measures the CPU time per step and per picture.
 
 The command prints a line of JSON per variant and seed. It stores runs and results in --workdir. So
 the same command continues after an interruption, and commands with other seeds or variants add
@@ -94,6 +95,8 @@ class Variant(NamedTuple):
     drawn: Mapping[str, Any] = {}
     """Options of sampling (see cascade.OPTIONS) that the variant changes, such as
     {"sampler": "heun"}."""
+    equal_time: bool = False
+    """Whether the run takes the CPU time of the base instead of its number of steps."""
 
     @property
     def run(self) -> str:
@@ -175,6 +178,11 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "magnitude, EDM": _magnitude(
             **{"diffusion.predicts": "edm", "diffusion.weight": "uncertainty"}
         ),
+    },
+    "optimizer": {
+        "AdamW": {},
+        "Muon": {"trained": {"optimizer.name": "muon"}},
+        "Muon, equal time": {"trained": {"optimizer.name": "muon"}, "equal_time": True},
     },
     "guidance": {
         "cfg 2": {},
@@ -258,14 +266,29 @@ def result(
         return json.loads(path.read_text())
     path.parent.mkdir(parents=True, exist_ok=True)
     workdir = root / "runs" / f"{variant.run}_{seed}"
+    if variant.equal_time:
+        size = equal_time(root, variant, seed, size)
     cost = trained(workdir, variant.trained, seed, size)
     row = {"seed": seed, **cost, **drawn(workdir, variant, seed, scorer)}
-    if variant.trained or variant.axis in ("objective", "weighting", "average"):
+    if variant.trained or variant.axis in ("objective", "weighting", "optimizer", "average"):
         ema = str(variant.drawn.get("ema", "ema"))
         (loss,) = heldout.measure_run(workdir, None, [ema], None, None, LEVELS)
         row["v_loss"] = loss["v_loss"]
     files.write_whole(path, json.dumps(row, indent=1))
     return row
+
+
+def equal_time(root: pathlib.Path, variant: Variant, seed: int, size: Size) -> Size:
+    """Return `size` with the number of steps that take the CPU time of the base's run.
+
+    The variant without ", equal time" in its name measures the time of a step.
+    """
+    timed = variant._replace(name=variant.name.removesuffix(", equal time"))
+    base, own = (
+        trained(root / "runs" / f"{one.run}_{seed}", one.trained, seed, size)["step_ms"]
+        for one in (Variant(variant.axis, ""), timed)
+    )
+    return size._replace(steps=round(size.steps * base / own))
 
 
 def trained(

@@ -140,7 +140,12 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
         numbers = picture_fields.condition(system.fields, batch)
-        network = _network(unet, params, {**system.text(frozen, batch), **numbers, **added}, h)
+        text = system.text(frozen, batch)
+        network = _network(unet, params, {**text, **numbers, **added}, h)
+        if objective.mean_flow:
+            empty = {**system.dropped(frozen, text), **picture_fields.unknown(numbers), **added}
+            empty = _network(unet, params, empty, h)
+            network = meanflow.unguided(network, empty, sigma, objective.mean_flow)
         return objective.errors(network, x0, eps, sigma)
 
     levels = lambda n: noise.quantiles(objective.noise, n)

@@ -101,7 +101,7 @@ def choices(question: str, names: Iterable[str]) -> str:
 
     `question` is the first part, such as "did you mean 'heun'?". It can be "".
     """
-    listed = ", ".join(names)
+    listed = ", ".join(name or "''" for name in names)
     return f"{question} Choose from {listed}" if question else f"choose from {listed}"
 
 

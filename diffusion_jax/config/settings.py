@@ -153,6 +153,13 @@ class Optimizer(NamedTuple):
     """Adam's epsilon, which is added to the square root of the second moment."""
     weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
     """AdamW's weight decay: each update subtracts lr * weight_decay * weight from each weight."""
+    lr_factors: str = ""
+    """Factors of the learning rate of some weights, as REGEX=FACTOR separated by commas, such as
+    "out_conv=0.1,^params/init_conv/=0"; 0 freezes weights. A regular expression selects weights by
+    their paths, such as params/out_conv/bias. Of several that match, the last counts."""
+    decay_factors: str = ""
+    """Factors of the weight decay of some weights, written like `lr_factors`: "bias$=0" leaves
+    biases out."""
     clip: Annotated[float, Interval("(0, inf]")] = 1.0
     """The largest norm of the gradient, over all weights together. A larger gradient is scaled down
     to this norm; inf for no limit."""

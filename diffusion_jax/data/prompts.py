@@ -82,6 +82,16 @@ def numbers(
     }
 
 
+def refuse_numbers(path: str | os.PathLike[str], fields: Sequence[Field]) -> None:
+    """Raise ValueError if a table of prompts has columns of fields, which only `sample` reads."""
+    if columns := numbers(path, fields):
+        names = ", ".join(field.name for field in fields if field.key in columns)
+        raise ValueError(
+            f"the prompts {path} have numbers of data.fields ({names}), which only sample reads: "
+            "remove these columns, and give all prompts the same numbers with sampler.fields"
+        )
+
+
 def table(path: str | os.PathLike[str]) -> list[rows.Row]:
     """Return the rows of a table that hold the prompts; [] for a file that is not a table."""
     name, column = _located(os.fspath(path))

@@ -188,6 +188,8 @@ def _parquet(path: pathlib.Path) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path) as file:
             # Structs are embedded images.
             names = [f.name for f in file.schema_arrow if not pyarrow.types.is_struct(f.type)]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"{path} has several columns {min(twice)!r}: keep one")
             for batch in file.iter_batches(columns=names):
                 for row in batch.to_pylist():
                     number += 1

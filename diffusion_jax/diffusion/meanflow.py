@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import precond
-from diffusion_jax.diffusion.precond import Images, Precond, Sigma
+from diffusion_jax.diffusion.precond import Images, Network, Precond, Sigma
 
 Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
@@ -141,11 +141,31 @@ def guided(
     """
     if s.omega == 1 and s.kappa == 0:
         return v
-    inside = (s.low <= t) & (t <= s.high)
-    omega, kappa = _each(jnp.where(inside, s.omega, 1)), _each(jnp.where(inside, s.kappa, 0))
+    omega, kappa = _guidance(t, s)
     none = jnp.zeros_like(t)
     out = omega * v + (1 - omega - kappa) * velocity(conditions.empty, z, t, none)
     return out + kappa * velocity(conditions.text, z, t, none) if s.kappa else out
+
+
+def unguided(text: Network, empty: Network, sigma: Sigma, s: MeanFlow) -> Network:
+    """Return the network F of the velocity v, without the guidance that training has built in.
+
+    `text` and `empty` are F at h = 0 with the image's text and with the empty text. The solution of
+    `guided` is u_text = omega v + (1 - omega - kappa) u_empty + kappa u_text, and F is linear in u,
+    with equal coefficients for all three. With omega 0, the network learns no v; return `text`.
+    """
+    if s.omega == 0 or (s.omega == 1 and s.kappa == 0):
+        return text
+    omega, kappa = _guidance(time_of(sigma), s)
+    return lambda x, time: (
+        ((1 - kappa) * text(x, time) - (1 - omega - kappa) * empty(x, time)) / omega
+    )
+
+
+def _guidance(t: Times, s: MeanFlow) -> tuple[Images, Images]:
+    """Return omega and kappa at the times t, [B, 1, 1, 1]: 1 and 0 outside of [s.low, s.high]."""
+    inside = (s.low <= t) & (t <= s.high)
+    return _each(jnp.where(inside, s.omega, 1)), _each(jnp.where(inside, s.kappa, 0))
 
 
 def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:

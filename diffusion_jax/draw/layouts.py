@@ -21,6 +21,8 @@ class Layout(NamedTuple):
     """The contents of other files, keyed by their paths."""
     parts: int = 1
     """The number of pictures that are joined into one, 1 or 4."""
+    square: bool = False
+    """Whether the pictures must be square."""
 
 
 def geneval(file: str, prompts: Sequence[str], num_images: int) -> Layout:
@@ -53,7 +55,8 @@ def dpg(file: str, prompts: Sequence[str], num_images: int) -> Layout:
             "--layout=dpg needs --num_images=4 (or 1, for PIC_NUM=1), and as --prompts the "
             f"benchmark's folder dpg_bench/prompts; they are {num_images} and {file}"
         )
-    return Layout([f"images/{n}.png" for n in names for _ in range(num_images)], {}, num_images)
+    files = [f"images/{n}.png" for n in names for _ in range(num_images)]
+    return Layout(files, {}, num_images, square=True)  # It cuts squares out of the grid.
 
 
 def t2i_compbench(file: str, prompts: Sequence[str], num_images: int) -> Layout:

@@ -93,8 +93,8 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
             prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
             layout = _layout(f, prompts, out)
             model, inputs = open_model(prompts, folder)
-            if layout and inputs.all_sizes:
-                raise ValueError("--layout and --all_sizes exclude each other: leave one out")
+            if layout:
+                _check_layout(layout, inputs, *model.shapes[-1])
             columns = [prompt_numbers(of.settings, len(inputs.captions)) for of in model.stages]
             inputs = inputs._replace(numbers=columns)
             rows = [i for i in range(len(inputs.captions)) for _ in range(f["num_images"].value)]
@@ -190,6 +190,17 @@ def _layout(
             "scores every picture in it"
         )
     return layouts.LAYOUTS[name](file, prompts, f["num_images"].value)
+
+
+def _check_layout(layout: layouts.Layout, inputs: Inputs, height: int, width: int) -> None:
+    """Raise ValueError if pictures of this size, or of all stages, do not fit the layout."""
+    if inputs.all_sizes:
+        raise ValueError("--layout and --all_sizes exclude each other: leave one out")
+    if layout.square and height != width:
+        raise ValueError(
+            f"--layout={flags.FLAGS.layout} needs square pictures, but the model draws "
+            f"{width}x{height}: set --height and --width to one value"
+        )
 
 
 def _rehearse(

@@ -20,6 +20,8 @@ from absl import flags, logging
 from jaxtyping import UInt8
 
 from diffusion_jax import cli, files, runs
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.ranges import Scale
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
@@ -78,6 +80,8 @@ class Subject(NamedTuple):
     """One function per point. Each loads the weights of its point and returns the Point."""
     name: str = ""
     """The label of this subject's curve if several subjects share a figure."""
+    fields: Sequence[Field] = ()
+    """The fields of data.fields, whose numbers are inputs of the network."""
 
 
 class Sweep(NamedTuple):
@@ -149,7 +153,9 @@ def of_model(
     name = files.path(model.stages[-1].workdir).name
     batch_size = program.default_batch_size(height, height)
     opened = [functools.partial(open_point, number) for number in range(len(points))]
-    return Subject(files.path(model.stages[0].workdir), source, side, batch_size, opened, name)
+    fields = picture_fields.read(model.stages[0].settings.fields)
+    workdir = files.path(model.stages[0].workdir)
+    return Subject(workdir, source, side, batch_size, opened, name, fields)
 
 
 def with_weights(
@@ -391,6 +397,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
                 name,
             )
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
+    for subject in subjects if prompts else ():
+        prompt_files.refuse_numbers(value("prompts"), subject.fields)
     names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
              "dinov2", "dinov2_reference", "judge", "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})

@@ -321,11 +321,21 @@ def _limit(packed: int) -> int:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid, repeats a key, or is nested too deeply."""
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_once)
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if a key occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice: keep one")
+    return found
 
 
 def printable(text: str) -> str:

@@ -82,7 +82,7 @@ class TextTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id that a text can contain."""
-        ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        ids = self._tokenizer.get_vocab().values()
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
     def __call__(self, texts: Sequence[Any], length: int) -> dict[str, np.ndarray]:

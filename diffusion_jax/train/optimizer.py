@@ -1,6 +1,8 @@
 """The optimizers, first of all AdamW as in NeMo, and learning-rate schedules."""
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,7 +18,10 @@ from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.devices import sharding
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
+Factors = Sequence[tuple[str, float]]
+"""Pairs of a regular expression and the factor of the parameters whose paths it matches."""
 T = TypeVar("T")
+_FACTORS = ("lr_factors", "decay_factors")  # Fields of the config group.
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # Coefficients by Jordan et al. 2024.
 _OUTER = ("init_conv", "out_conv", "patch_in")  # The first and last layers of the networks.
 
@@ -140,7 +145,9 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
     for the schedule; see `make_schedule`.
     """
     direction = OPTIMIZERS.bound("optimizer.name", settings.name, settings)()
-    return with_schedule(direction, make_schedule(settings, steps), settings.weight_decay)
+    factors = [_read_factors(name, getattr(settings, name)) for name in _FACTORS]
+    schedule = make_schedule(settings, steps)
+    return with_schedule(direction, schedule, settings.weight_decay, *factors)
 
 
 def check(settings: Optimizer, steps: int) -> None:
@@ -201,17 +208,25 @@ def adamw(
 
 
 def with_schedule(
-    direction: optax.GradientTransformation, schedule: Schedule, weight_decay: float
+    direction: optax.GradientTransformation,
+    schedule: Schedule,
+    weight_decay: float,
+    lr_factors: Factors = (),
+    decay_factors: Factors = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Add weight decay, on every parameter, and a learning rate to the directions of updates.
+    """Add weight decay and a learning rate to the directions of updates.
 
     The optimizer's state holds the learning rate of the last update, which the function
     `learning_rate` reads. The optimizer's `update` takes a bool `finite`, True by default. If it is
     False, the state does not change, and the caller must not apply the updates.
     """
-    return optax.chain(
-        direction, optax.add_decayed_weights(weight_decay), _scale_by_schedule(schedule)
-    )
+    decayed = optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda u, p, factor: u + weight_decay * factor * p,
+            updates, params, _factors("decay_factors", decay_factors, params),
+        )
+    )  # fmt: skip
+    return optax.chain(direction, decayed, _scale_by_schedule(schedule, lr_factors))
 
 
 def adam(
@@ -309,7 +324,7 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
 
 def _is_inner_kernel(path: Any, x: Any) -> bool:
     """Return whether a parameter is a kernel of two or more axes that Muon orthogonalises."""
-    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    names = _path(path).split("/")
     is_kernel = names[-1].endswith("kernel") or names[-1] in ("down", "up")  # "up" of a LoRA.
     is_outer = any(name in _OUTER for name in names) or names[-3:-1] == ["params", "out"]
     return x.ndim > 1 and is_kernel and not is_outer
@@ -346,7 +361,43 @@ def _scale_by_adam(
     return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
-def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+def _read_factors(name: str, text: str) -> Factors:
+    """Read a config field such as "bias$=0,out_conv=0.1". Raises ValueError if it is invalid."""
+    factors = []
+    for part in text.split(",") if text else ():
+        pattern, _, number = part.strip().rpartition("=")
+        try:
+            factors.append((re.compile(pattern).pattern, float(number)))
+            if not pattern or not 0 <= factors[-1][1] < math.inf:
+                raise ValueError
+        except (ValueError, re.error):
+            raise ValueError(
+                f"optimizer.{name} is {text!r}: write REGEX=FACTOR, such as bias$=0, with a valid "
+                "regular expression and a factor from 0"
+            ) from None
+    return tuple(factors)
+
+
+def _factors(name: str, factors: Factors, params: Any) -> Any:
+    """Return the factor of each parameter. Raises ValueError if a pattern matches none."""
+    paths = jax.tree.map_with_path(lambda path, _: _path(path), params)
+    for pattern, _ in factors:
+        if not any(re.search(pattern, path) for path in jax.tree.leaves(paths)):
+            raise ValueError(
+                f"optimizer.{name} has {pattern!r}, which matches no parameter: choose from paths "
+                f"such as {', '.join(jax.tree.leaves(paths)[:3])}"
+            )
+    of = lambda path: [1.0, *(f for pattern, f in factors if re.search(pattern, path))][-1]
+    return jax.tree.map(of, paths)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _scale_by_schedule(
+    schedule: Schedule, factors: Factors
+) -> optax.GradientTransformationExtraArgs:
     """Return the transformation update -> -lr * update, whose state is a ScheduleState."""
 
     def init(params):
@@ -356,7 +407,8 @@ def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraA
     def update(updates, state, params=None, *, finite=True, **_):
         del params
         lr = schedule(state.updates)
-        updates = jax.tree.map(lambda u: -lr * u, updates)
+        scales = _factors("lr_factors", factors, updates)
+        updates = jax.tree.map(lambda u, scale: -lr * scale * u, updates, scales)
         return updates, keep_finite(finite, ScheduleState(state.updates + 1, lr), state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from diffusion_jax import cli, files, heldout, runs, systems
+from diffusion_jax.config import picture_fields
 from diffusion_jax.config.unread import watched
-from diffusion_jax.data import fingerprints
+from diffusion_jax.data import fingerprints, prompts
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
@@ -182,6 +183,7 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     # Imported here because it loads judges, extractors and metrics.
     from diffusion_jax.train import scoring
 
+    prompts.refuse_numbers(s.evaluation.prompts, picture_fields.read(s.data.fields))
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 

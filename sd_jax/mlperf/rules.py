@@ -64,6 +64,8 @@ def departures(s: Settings) -> list[str]:
         ("optimizer.name", o.name, "adamw"),
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
         ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
+        ("optimizer.lr_factors", o.lr_factors, ""),
+        ("optimizer.decay_factors", o.decay_factors, ""),
         ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),
         ("unet.norm_groups", s.unet.norm_groups, 16),
         ("text.drop_prob", s.text.drop_prob, 0.0),

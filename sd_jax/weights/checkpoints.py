@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import files
+from diffusion_jax.text import tokenize
 from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import INPAINTING, PIX2PIX, UNet, sees
@@ -155,8 +156,10 @@ def save_diffusers(
     config["prediction_type"] = _prediction(predicts or checkpoint.predicts or "eps")
     index |= {"requires_safety_checker": False, "scheduler": ["diffusers", config["_class_name"]]}
     index |= {"text_encoder": [None, None], "tokenizer": [None, None]}
+    source = None if tokenizer is None else pretrained.snapshot(files.path(tokenizer))
+    source = files.local(source) if source and (source / "tokenizer").is_dir() else None
     with files.whole(folder) as temporary:
-        for part, (library, name, network, state) in _for_diffusers(checkpoint).items():
+        for part, (library, name, network, state) in _for_diffusers(checkpoint, source).items():
             _write_json(temporary / part / "config.json", network)
             if flax:
                 flax_files.write(temporary / part / _FLAX_NAMES[library], state)
@@ -164,9 +167,7 @@ def save_diffusers(
                 torch_weights.write(temporary / part / name, state)
             index[part] = [library, network.get("_class_name") or network["architectures"][0]]
         _write_json(temporary / "scheduler" / "scheduler_config.json", config)
-        source = None if tokenizer is None else pretrained.snapshot(files.path(tokenizer))
-        if source is not None and (source / "tokenizer").is_dir():
-            source = files.local(source)
+        if source:
             shutil.copytree(source / "tokenizer", temporary / "tokenizer")
             source_index = pretrained.read_json(source / "model_index.json")
             index["tokenizer"] = source_index.get("tokenizer", index["tokenizer"])
@@ -287,6 +288,11 @@ def _from_file(
     if "vae" in parts:
         vae_part = _vae(formats.vae_from_weights(parts["vae"]), parts["vae"])
         report.append(_line("vae", parts["vae"], "ldm", vae_part.params))
+        if facts.scale is None and "unet" not in found.networks:
+            report.append(
+                f"vae: the file states no scale of the latents, so Stable Diffusion's {SCALE} is "
+                "used: for another VAE, set latents.scale, or scaling_factor in vae/config.json"
+            )
     if "text" in parts:
         try:
             text_part = text.from_ldm(parts["text"], facts.text)
@@ -299,7 +305,7 @@ def _from_file(
         report.append(f"arrays of other networks, not used: {listed}")
     predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
-    size, scale, shift = facts.latent_size, facts.scale, facts.shift
+    size, scale, shift = facts.latent_size, facts.scale or SCALE, facts.shift
     return Checkpoint(
         unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift
     )
@@ -340,9 +346,12 @@ def _check_pipeline(index: pathlib.Path) -> None:
 
 
 def _for_diffusers(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint, source: pathlib.Path | None
 ) -> dict[str, tuple[str, str, dict[str, Any], dict[str, np.ndarray]]]:
-    """Map each part to its library, file name, config and arrays in a diffusers directory."""
+    """Map each part to its library, file name, config and arrays in a diffusers directory.
+
+    The tokenizer of the diffusers directory `source`, if any, determines the ids in the configs.
+    """
     parts = {}
     if checkpoint.unet:
         unet, text_width, params = checkpoint.unet
@@ -357,7 +366,8 @@ def _for_diffusers(
         state = names.vae_to_torch(params, vae, "diffusers")
         parts["vae"] = "diffusers", WEIGHTS, config, state
     if checkpoint.text:
-        model = text.to_transformers(checkpoint.text)
+        clip = source and tokenize.clip(source / "tokenizer", open_clip=checkpoint.text.pads_with_0)
+        model = text.to_transformers(checkpoint.text, clip)
         parts["text_encoder"] = "transformers", "model.safetensors", *model
     return parts
 

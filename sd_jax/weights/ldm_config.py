@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from diffusion_jax import files
 from diffusion_jax.weights import torch_files, torch_weights
 from sd_jax.unet import UNet
-from sd_jax.vae import SCALE
 from sd_jax.weights import formats
 
 Config = Mapping[str, Any]
@@ -34,7 +33,7 @@ class LdmSettings(NamedTuple):
     unet: UNet | None
     predicts: str | None
     latent_size: int
-    scale: float
+    scale: float | None
     text: Config
     """The text encoder's number of heads, activation and layer norm eps, under transformers' names.
     Only files written by this project have them."""
@@ -95,7 +94,7 @@ def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
         formats.unet_from_ldm(unet, norm_groups) if unet else None,
         predicts,
         model.get("image_size") or 64,
-        model.get("scale_factor") or SCALE,
+        model.get("scale_factor") or None,
         {name: text[name] for name in _TEXT if name in text},
         model.get("shift_factor") or 0.0,
     )

@@ -15,10 +15,12 @@ import numpy as np
 
 from diffusion_jax.text import clip, clip_weights
 from diffusion_jax.text.clip import TextTower
+from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 
 _WIDTHS = (512, 640, 768, 1024, 1280)
+_CLIP_TOKENS = 49408  # Number of tokens of CLIP's tokenizer. Added words follow.
 
 
 class TextPart(NamedTuple):
@@ -79,13 +81,18 @@ def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
     return {f"model.{name}": w for name, w in clip_weights.to_open_clip(state).items()}
 
 
-def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Convert a text encoder to the config.json and the arrays of transformers' CLIPTextModel."""
+def to_transformers(
+    part: TextPart, tokenizer: TextTokenizer | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Convert a text encoder to the config.json and the arrays of transformers' CLIPTextModel.
+
+    Without a tokenizer, the config has the ids of CLIP's tokenizer, whose last token is the end.
+    """
     tower = part.tower
-    end = tower.vocab_size - 1
+    end = tokenizer.end if tokenizer else min(tower.vocab_size, _CLIP_TOKENS) - 1
     config = {
         "architectures": ["CLIPTextModel"],
-        "bos_token_id": end - 1,
+        "bos_token_id": tokenizer.begin if tokenizer else end - 1,
         "eos_token_id": end,
         "hidden_act": tower.activation,
         "hidden_size": tower.width,
@@ -95,7 +102,7 @@ def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarra
         "model_type": "clip_text_model",
         "num_attention_heads": tower.num_heads,
         "num_hidden_layers": tower.num_layers,
-        "pad_token_id": 0 if part.pads_with_0 else end,
+        "pad_token_id": tokenizer.pad if tokenizer else 0 if part.pads_with_0 else end,
         "projection_dim": tower.width,
         "vocab_size": tower.vocab_size,
     }

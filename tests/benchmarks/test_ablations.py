@@ -41,11 +41,11 @@ def test_variants_have_valid_configs_and_share_training_runs():
     each = [(axis, *item) for axis, of in ablations.AXES.items() for item in of.items()]
     names = [ablations.Variant(axis, name, **what) for axis, name, what in each]
     keys = [variant.key for variant in names]
-    assert keys.count("base") == len(ablations.AXES) == 7
+    assert keys.count("base") == len(ablations.AXES) == 8
     others = [key for key in keys if key != "base"]
     assert len({*others}) == len(others)
-    # The base, four objectives, four weightings, two of the other network, and MeanFlow.
-    assert len({variant.run for variant in names}) == 12
+    # The base, four objectives, four weightings, two networks, two of Muon, and MeanFlow.
+    assert len({variant.run for variant in names}) == 14
     for variant in names:
         s = read_settings(ablations.config_of(variant.trained, 1, ablations.Size(12, 64)))
         assert (s.unet.embed_dim, s.run.steps, s.run.seed) == (64, 12, 1)
@@ -94,6 +94,24 @@ def test_the_table_marks_differences_larger_than_the_noise_over_seeds():
         "Not significantly different: *deis*." in text
     )
     assert ablations.tables(rows[-1:]) == "\n"  # A single variant cannot be compared.
+
+
+def test_a_variant_of_equal_time_trains_for_as_many_steps_as_take_the_time_of_the_base(
+    tmp_path, monkeypatch
+):
+    variants = ablations.select(["optimizer/Muon, equal time"])
+    assert [variant.equal_time for variant in variants] == [False, True]
+    ran = []
+
+    def trained(workdir, changes, seed, size):
+        ran.append((workdir.name, changes, seed, size.steps))
+        return {"step_ms": 30.0 if changes else 20.0}
+
+    monkeypatch.setattr(ablations, "trained", trained)
+    size = ablations.equal_time(tmp_path, variants[1], 2, ablations.Size(600, 64))
+    assert size == ablations.Size(400, 64)
+    muon = {"optimizer.name": "muon"}
+    assert ran == [("base_2", {}, 2, 600), ("optimizer_Muon_2", muon, 2, 600)]
 
 
 @pytest.mark.slow

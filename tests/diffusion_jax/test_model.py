@@ -23,7 +23,7 @@ def show(params, x, time, text, score):
     return jnp.broadcast_to(level[:, None, None, None], x.shape)
 
 
-def a_task(drop_prob=0.0, network=show):
+def a_task(drop_prob=0.0, network=show, diffusion=DIFFUSION):
     """Return a Task for 4x4 pixels, whose network also reads a number per image, its "score"."""
     score = lambda batch: {"score": batch["score"]}
     text = lambda frozen, batch: {"text": batch["text"], **score(batch)}
@@ -44,7 +44,7 @@ def a_task(drop_prob=0.0, network=show):
         decode=lambda frozen, batch, x: x,
         editor=lambda frozen, batch, keys: lambda sampler: sampler,
     )
-    return model.make_task(system, DIFFUSION, SAMPLER, drop_prob, {"text": ()})
+    return model.make_task(system, diffusion, SAMPLER, drop_prob, {"text": ()})
 
 
 def a_batch(size):
@@ -211,3 +211,31 @@ def test_sampling_uses_the_given_numbers_of_fields_that_the_batch_lacks():
     np.testing.assert_allclose(draw(task, own), 10.2, rtol=1e-5)
     unknown = texts | {"field_score": jnp.full(3, jnp.nan)}
     np.testing.assert_allclose(draw(task, unknown), 0, atol=1e-6)
+
+
+def test_the_held_out_loss_of_mean_flow_leaves_out_the_guidance_that_it_has_learned():
+    """The toy network solves equation 20 of the paper for its own velocities v."""
+    omega, kappa, high = 1.75, 0.25, 0.6
+
+    def network(params, x, time, text, score):
+        del score
+        true, empty = 0.3 * x + 0.1, -0.2 * x
+        guided = (omega * true + (1 - omega - kappa) * empty) / (1 - kappa)
+        guided = model.where(sigma / (1 + sigma) <= high, guided, true)
+        return model.where(text[:, :-1].any((1, 2)), guided, empty)  # The last token is the span.
+
+    changes = {"noise": "logit_normal", "predicts": "flow"}
+    with_guidance = f"meanflow(omega={omega}, kappa={kappa}, high={high})"
+    mean_flow, plain = (
+        settings.read(Diffusion, {**changes, "method": method}, "diffusion")
+        for method in (with_guidance, "denoise")
+    )
+    batch, sigma = a_batch(4), jnp.array([0.1, 1.0, 1.6, 9.0])
+    errors = a_task(network=network, diffusion=mean_flow).measure.errors
+    actual = errors({}, {}, batch, training_noise.keys_of(4), sigma)
+    true = lambda params, x, time, text, score: 0.3 * x + 0.1
+    expected = a_task(network=true, diffusion=plain).measure.errors(
+        {}, {}, batch, training_noise.keys_of(4), sigma
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)  # Rounding of the two combinations.

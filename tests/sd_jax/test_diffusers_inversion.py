@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from diffusion_jax.task import Task
-from diffusion_jax.text import clip, tokenize
+from diffusion_jax.text import clip, outputs, registry, tokenize
 from diffusion_jax.text.encoder import LEARNED
 from sd_jax import textual_inversion
 from sd_jax.unet import UNet
@@ -111,3 +111,22 @@ def test_the_gradient_of_the_loss_with_respect_to_the_vectors_is_that_of_diffuse
     close(encoder.encode(encoder.frozen, batch)[0], hidden.detach().numpy())
     value = lambda params: task.loss(params, task.frozen, batch, None)[0]
     close(jax.grad(value)({LEARNED: jnp.asarray(vectors)})[LEARNED], rows)
+
+
+def test_a_model_with_an_added_word_keeps_its_pooled_text_after_conversion(
+    folder, pipeline, tmp_path
+):
+    pipeline.tokenizer.add_tokens(["<cat>"])
+    pipeline.text_encoder.resize_token_embeddings(len(pipeline.tokenizer))
+    pipeline.save_pretrained(tmp_path / "theirs")
+    read = checkpoints.load(tmp_path / "theirs")
+    checkpoints.save_diffusers(read, tmp_path / "ours", tokenizer=tmp_path / "theirs")
+    again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "ours")
+    encoder = registry.load(tmp_path / "ours" / "text_encoder")
+    ids = encoder.tokenize(TEXTS)["text_ids"]
+    assert ids.max() == len(pipeline.tokenizer) - 1 == pipeline.text_encoder.config.eos_token_id + 1
+    before, after = (p.text_encoder(torch.tensor(ids)) for p in (pipeline, again))
+    assert torch.equal(before.pooler_output, after.pooler_output)
+    ours = outputs(encoder, TEXTS)
+    close(ours.pooled, after.pooler_output.detach().numpy())
+    close(ours.last, after.last_hidden_state.detach().numpy())

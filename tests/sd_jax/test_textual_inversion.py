@@ -7,13 +7,14 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from diffusion_jax import runs
+from diffusion_jax import pack, runs
 from diffusion_jax.devices import sharding
+from diffusion_jax.files import sheets
 from diffusion_jax.text.encoder import LEARNED
 from diffusion_jax.train import loop
 from diffusion_jax.weights import torch_weights
 from launch.planner import tasks
-from sd_jax import drawing, textual_inversion, train
+from sd_jax import drawing, evaluate, textual_inversion, train
 from sd_jax.settings import read_settings
 from sd_jax.weights import initial, names, trained
 from tests.sd_jax import tiny
@@ -146,6 +147,14 @@ def test_a_run_of_one_word_and_a_file_of_another_draw_the_same_as_two_files(
     np.testing.assert_array_equal(*drawn)
     assert all(np.abs(drawn[0][i].astype(int) - drawn[0][i - 1]).max() > 1 for i in range(3))
     assert ours.card()["embedding"] == [str(fox)]
+    pack.pack(workdir, "ema", None, tmp_path / "packed")  # It holds the learned word alone.
+    packed = drawing.load(tmp_path / "packed", embedding=str(fox), **values)
+    np.testing.assert_array_equal(packed.draw("<FOX>", seeds=0).images[0], drawn[0][1])
+    options = {**values, "embedding": str(fox)}
+    point = evaluate.open_run(str(workdir), [options]).points[0]()
+    assert point.card["models"][0]["embedding"] == [str(fox)]
+    scored = sheets.to_uint8(point.draw(prompts, [0, 0, 0], 3.0))
+    np.testing.assert_array_equal(scored, drawn[0])
     with pytest.raises(ValueError, match="the word '<cat>' is in the model already: keep one"):
         drawing.load(workdir, embedding=str(cat), **values)
 

@@ -5,6 +5,7 @@ import types
 import pytest
 
 from diffusion_jax.config import named
+from diffusion_jax.config.settings import LOSS_MASKS
 from diffusion_jax.diffusion import samplers
 
 
@@ -86,3 +87,8 @@ def test_an_unknown_sampler_error_suggests_the_closest_name_and_lists_all(name, 
     listed = ", ".join(samplers.SAMPLERS)
     question = f"did you mean {meant!r}? Choose" if meant else "choose"
     assert str(error.value) == f"sampler.name is {name!r}: {question} from {listed}"
+
+
+def test_the_empty_name_is_listed_in_quotes():
+    with pytest.raises(ValueError, match=r"data\.loss_mask is 'x': choose from '', alpha, file"):
+        named.one_of("data.loss_mask", "x", LOSS_MASKS)

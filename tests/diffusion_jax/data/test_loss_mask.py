@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from diffusion_jax.config.settings import Data, check_loss_mask
-from diffusion_jax.data import decoding, pipeline, sources
+from diffusion_jax.data import aspect_buckets, decoding, pipeline, sources
 from diffusion_jax.data.mixture import Mixture
 
 SIDE = 8
@@ -138,6 +138,34 @@ def test_a_batch_holds_masks_that_are_mirrored_with_their_pictures(tmp_path):
     ]
     same = [np.array_equal(x, PIXELS[n]) for x, n in zip(both, batch["n"], strict=True)]
     assert all(np.logical_xor(mirrored, same)) and any(mirrored) and any(same)
+
+
+@pytest.mark.parametrize("kind", ["alpha", "file"])
+def test_each_batch_of_an_aspect_bucket_has_masks_of_its_shape(tmp_path, kind):
+    """The pictures are two pixels wider than their buckets; the crop keeps the middle."""
+    shapes = [(8, 8), (4, 16)]
+    sizes = [(height, width + 2, 4) for height, width in shapes]
+    wide = [RNG.integers(0, 256, sizes[n % 2], np.uint8) for n in range(8)]
+    write(tmp_path / "a", wide if kind == "alpha" else [x[..., :3] for x in wide])
+    for n, pixels in enumerate(wide):
+        if kind == "file":
+            Image.fromarray(pixels[..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
+    pictures = opened(tmp_path / "a", kind)
+    tokenize = lambda texts: {"n": np.array([int(text[-1]) for text in texts])}
+    buckets = aspect_buckets.sort(pictures, shapes)
+    batches = pipeline.make_batches(
+        pictures, tokenize, batch_size=4, seed=0, flip=True, buckets=buckets
+    )
+    seen = set()
+    with batches:
+        assert {x[pipeline.LOSS_MASK].shape[1:] for x in batches.examples()} == {*shapes}
+        for batch in (next(batches) for _ in range(8)):
+            both = np.concatenate([batch["image"], batch[pipeline.LOSS_MASK][..., None]], -1)
+            for x, n in zip(both, batch["n"], strict=True):
+                turns = [np.array_equal(x, wide[n][:, 1:-1][:, ::step]) for step in (1, -1)]
+                assert sum(turns) == 1
+                seen.add((int(n), turns[0]))
+    assert len(seen) > 12
 
 
 def test_the_pictures_of_a_prior_count_in_full_beside_masked_ones(tmp_path):

@@ -143,6 +143,9 @@ def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, 
         ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
         ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
         ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),
+        ("p.jsonl", '"a"\n{"caption": "b", "x": 1, "caption": "c"}',
+         "p.jsonl, line 2: invalid JSON: the key 'caption' occurs twice: keep one"),
+        ("p.json", '{"a.png": "a", "a.png": "b"}', "p.json: invalid JSON: the key 'a.png' occurs"),
         ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
         ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
         ("p.json", '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
@@ -179,3 +182,21 @@ def test_columns_of_fields_are_numbers_of_the_prompts(tmp_path):
         prompts.numbers(path, named)
     (tmp_path / "prompts.txt").write_text("a\nb")
     assert prompts.numbers(tmp_path / "prompts.txt", named) == {}
+    prompts.refuse_numbers(tmp_path / "prompts.txt", named)
+
+
+def test_numbers_that_only_sample_reads_and_equal_columns_of_parquet_are_errors(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("text,year,share\na,2000,0.5\n")
+    prompts.refuse_numbers(path, picture_fields.read(("aesthetic=0..10",)))
+    named = picture_fields.read(("share", "aesthetic=0..10", "year=1900..2030"))
+    with pytest.raises(
+        ValueError, match=r"prompts\.csv have numbers of data.fields \(share, year\)"
+    ):
+        prompts.refuse_numbers(path, named)
+    twice = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
+    pyarrow.parquet.write_table(twice, tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet has several columns 'text': keep one"):
+        prompts.read(tmp_path / "p.parquet")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,18 @@ def test_t2i_compbench_reads_prompts_and_numbers_from_file_names(tmp_path):
     names.sort(key=lambda name: int(name.split("_")[-1].split(".")[0]))
     assert [name.split("_")[0] for name in names] == [p for p in PROMPTS for _ in range(2)]
     assert [colour(out / "samples" / name) for name in names] == [0, 10, 20, 30, 40, 50]
+
+
+def test_dpg_bench_needs_square_pictures_and_layouts_the_last_stage_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_command.flags, "FLAGS", SimpleNamespace(layout="dpg"))
+    (tmp_path / "a.txt").write_text("a")
+    layout, inputs = layouts.dpg(str(tmp_path), ["a"], 1), sample_command.Inputs(["a"], ["a"])
+    sample_command._check_layout(layout, inputs, 8, 8)
+    sample_command._check_layout(layouts.t2i_compbench("", ["a"], 1), inputs, 8, 16)
+    with pytest.raises(ValueError, match="dpg needs square pictures, but the model draws 16x8: "):
+        sample_command._check_layout(layout, inputs, 8, 16)
+    with pytest.raises(ValueError, match="--layout and --all_sizes exclude each other"):
+        sample_command._check_layout(layout, inputs._replace(all_sizes=True), 8, 8)
 
 
 @pytest.mark.parametrize(

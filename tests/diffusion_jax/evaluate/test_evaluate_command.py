@@ -12,6 +12,7 @@ import pathlib
 import re
 import types
 import warnings
+from typing import Any
 from unittest import mock
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import model as draw_model
 from diffusion_jax.draw import program
@@ -411,3 +413,15 @@ def process(index, workdir, reference, clip):
     warnings.simplefilter("error")
     scorer = make_scorer((reference, clip))
     evaluation.evaluate([make_subject(workdir)], scorer, Sweep(SCALES, batch_size=16))
+
+
+def test_a_table_of_prompts_with_numbers_of_the_models_fields_is_an_error(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("text,year\na,2000\n")
+    values = {"prompts": str(path), "size": 8, "num_prompts": None}
+    values |= dict.fromkeys(("num_seen", "num_heldout"))
+    f: Any = {n: types.SimpleNamespace(value=value, present=False) for n, value in values.items()}
+    fields = picture_fields.read(("year=1900..2030",))
+    subjects = [Subject(tmp_path, "", 8, 1, [], fields=of) for of in ((), fields)]
+    with pytest.raises(ValueError, match=r"numbers of data.fields \(year\), which only sample"):
+        evaluation._scorer(subjects, f)

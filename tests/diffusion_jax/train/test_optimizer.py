@@ -223,3 +223,29 @@ def test_a_step_that_is_not_finite_leaves_the_state_of_every_optimizer_unchanged
 def test_unknown_optimizers_and_parameters_are_errors(name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizer.check(Optimizer(lr=0.1, name=name), 10)
+
+
+def test_factors_of_learning_rate_and_weight_decay_apply_to_the_weights_that_they_match():
+    tree = {"params": {n: {"kernel": jnp.full(2, 8.0), "bias": jnp.full(2, 8.0)} for n in "abc"}}
+    gradient = jax.tree.map(jnp.ones_like, tree)
+    plain = Optimizer(lr=0.5, name="sgd(momentum=0.0)", warmup=0, weight_decay=0.25)
+    settings = plain._replace(lr_factors="/b/=0.5, c=0, ^params/c/bias=4", decay_factors="bias$=0")
+    tx, as_before = (optimizer.make_optimizer(s, 10) for s in (settings, plain))
+    updates, state = jax.jit(tx.update)(gradient, tx.init(tree), tree)
+    of = lambda name: [float(updates["params"][name][part][0]) for part in ("kernel", "bias")]
+    # -0.5 * factor * (1 + 0.25 * factor of the decay * 8)
+    assert (of("a"), of("b"), of("c")) == ([-1.5, -0.5], [-0.75, -0.25], [0, -2])
+    assert jax.tree.structure(state) == jax.tree.structure(as_before.init(tree))
+    assert float(optimizer.learning_rate(state)) == 0.5
+
+
+@pytest.mark.parametrize("name", ["lr_factors", "decay_factors"])
+def test_factors_that_match_nothing_or_cannot_be_read_are_errors(name):
+    tree = {"params": {"out": {"kernel": jnp.ones(2)}}}
+    tx = optimizer.make_optimizer(Optimizer(lr=0.1, **{name: "out=2,^in_conv=0.5"}), 10_000)
+    message = f"optimizer.{name} has '^in_conv', which matches no parameter: choose from paths such"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tx.update(tree, tx.init(tree), tree)
+    for text in ("out", "out=x", "=1", "out=-1", "out=inf", "[=1", "out=1,"):
+        with pytest.raises(ValueError, match=re.escape(f"optimizer.{name} is {text!r}: write")):
+            optimizer.check(Optimizer(lr=0.1, **{name: text}), 10_000)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from diffusion_jax.text import tokenize
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, file_parts, names, schedulers
+from sd_jax.weights import checkpoints, file_parts, names, schedulers, text
 from tests.diffusion_jax.text.tiny_weights import case, state
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import unet_weights, vae_weights
@@ -185,6 +186,18 @@ def test_the_text_encoder_is_saved_with_names_of_transformers(folder, tmp_path, 
     assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
 
 
+def test_the_report_of_a_vae_alone_says_that_its_scale_is_assumed(folder, tmp_path):
+    np.savez(tmp_path / "vae.npz", **{f"first_stage_model.{n}": w for n, w in vae_state().items()})
+    read = checkpoints.load(tmp_path / "vae.npz")
+    assert read.scale == 0.18215
+    assert "states no scale of the latents, so Stable Diffusion's 0.18215 is used" in read.report[1]
+    checkpoints.save_file(read._replace(scale=0.5), tmp_path / "own.npz")
+    own = checkpoints.load(tmp_path / "own.npz")
+    assert own.scale == 0.5 and not any("scale" in line for line in own.report)
+    whole = load(folder / "a.npz", "ema")
+    assert not any("scale" in line for line in whole.report)
+
+
 def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
     np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
@@ -194,11 +207,31 @@ def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     assert read.report[2] == "text: arrays left out (1): they are not CLIP's"
 
 
-def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
+def test_the_ids_of_a_saved_text_encoder_are_those_of_its_tokenizer(published, tmp_path):
+    read = checkpoints.load(published / "d")
+    tokenizer = tokenize.clip(published / "d" / "tokenizer")
+    tokenizer.add_words({"cat": 2})  # Ids 40 and 41, after the end token.
+    assert tokenizer.vocab_size == 42
+    source = tmp_path / "source"
+    shutil.copytree(published / "d", source)
+    tokenizer._tokenizer.save(str(source / "tokenizer" / "tokenizer.json"))
+    params = read.text.params["params"]
+    longer = {**params, "token_embedding": np.ones((42, 24), np.float32)}
+    longer = read.text._replace(
+        tower=read.text.tower.clone(vocab_size=42), params={"params": longer}
+    )
+    checkpoints.save_diffusers(read._replace(text=longer), tmp_path / "d", tokenizer=source)
+    config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+    assert [config[name] for name in names] == [38, 39, 39, 42]
+    clip = text.to_transformers(read.text._replace(tower=longer.tower.clone(vocab_size=49410)))[0]
+    assert [clip[name] for name in names] == [49406, 49407, 49407, 49410]
+
+
+def test_tokenizer_and_scheduler_are_copied(folder, published, tmp_path):
     source = tmp_path / "source"
     checkpoints.save_diffusers(checkpoints.load(folder / "d"), source)
-    (source / "tokenizer").mkdir()
-    (source / "tokenizer" / "merges.txt").write_text("a b")
+    shutil.copytree(published / "d" / "tokenizer", source / "tokenizer")
     index = json.loads((source / "model_index.json").read_text())
     pndm = {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "steps_offset": 1}
     index |= {"tokenizer": ["transformers", "CLIPTokenizer"]}
@@ -207,7 +240,7 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
     (source / "scheduler" / "scheduler_config.json").write_text(json.dumps(pndm))
     read = checkpoints.load(source)
     checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source)
-    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "#version: 0.2\n"
     assert checkpoints.load(tmp_path / "to").predicts == read.predicts == "eps"
     assert json.loads((tmp_path / "to" / "model_index.json").read_text()) == index
     assert checkpoints.load(tmp_path / "to").scheduler == pndm
