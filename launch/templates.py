@@ -1,4 +1,4 @@
-"""Rendering of this folder's templates: GKE manifest, Slurm script and docs/lab/scaling.md."""
+"""Rendering of this folder's templates: the GKE manifest and the Slurm script."""
 
 import pathlib
 from typing import Any
