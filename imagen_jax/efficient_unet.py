@@ -135,15 +135,6 @@ class EfficientUNet(Network):
         return block(head_dim, self.attention_impl, self.dtype, name=name)
 
 
-def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the number of channels of each attention block.
-
-    On the way up, the blocks of a level have the number of channels of the next shallower level.
-    """
-    widths = [unet.embed_dim * m for m in unet.channel_mult]
-    return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
-
-
 def check(unet: EfficientUNet, text_width: int) -> None:
     """Raise ValueError if the fields contradict each other or do not fit the text width."""
     check_layers(unet)
@@ -173,9 +164,17 @@ def check_layers(unet: EfficientUNet) -> None:
         check_width(f"embed_dim * {mult}", unet.embed_dim * mult)
     if unet.init_kernel % 2 == 0:
         raise ValueError(f"unet.init_kernel is {unet.init_kernel}: it must be odd")
-    widths = attention_widths(unet)
+    # On the way up, the blocks of a level have the width of the next shallower level.
+    widths = [unet.embed_dim * m for m in unet.channel_mult]
+    widths = [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
     if unet.num_heads:
-        _check_num_heads(widths, unet.num_heads)
+        for width in widths:
+            if unet.num_heads < 0 or width % unet.num_heads:
+                raise ValueError(
+                    f"unet.num_heads {unet.num_heads} does not divide the width {width} of a level "
+                    "with attention: choose a divisor of this width, or set it to 0 and set "
+                    "unet.head_dim"
+                )
         head_dims = {width // unet.num_heads for width in widths}
     else:
         check_heads(widths, unet.head_dim)
@@ -192,12 +191,3 @@ def check_text_width(unet: EfficientUNet, text_width: int) -> None:
             "EfficientUNet normalises the text in 32 groups: choose a multiple of 32, or set "
             "unet.attention='self'"
         )
-
-
-def _check_num_heads(widths: Sequence[int], num_heads: int) -> None:
-    for width in widths:
-        if num_heads < 0 or width % num_heads:
-            raise ValueError(
-                f"unet.num_heads {num_heads} does not divide the width {width} of a level with "
-                "attention: choose a divisor of this width, or set it to 0 and set unet.head_dim"
-            )

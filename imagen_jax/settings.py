@@ -189,7 +189,19 @@ def _check_sizes(s: Settings) -> None:
         )
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=resize)
     if factor == 1:
-        _check_output_shape(s)
+        _, unit = s.crop_sides
+        shape = s.output_shape
+        for name, side in zip(("height", "width"), shape, strict=True):
+            if side % unit:
+                raise ValueError(
+                    f"sampler.{name} is {side}: for this model it must be a multiple of {unit} "
+                    "pixels"
+                )
+        if s.evaluation.every and shape[0] != shape[1]:
+            raise ValueError(
+                f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, "
+                "but only square images can be scored: set both to 0, or set evaluation.every to 0"
+            )
     if factor > 1 and s.evaluation.every:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every}, but a super-resolution model cannot draw "
@@ -199,26 +211,6 @@ def _check_sizes(s: Settings) -> None:
         raise ValueError(
             f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
             f"unet.image_size, which is {size}"
-        )
-
-
-def _check_output_shape(s: Settings) -> None:
-    """Raise ValueError if a base model cannot draw or score images of the configured size.
-
-    The fields sampler.height and sampler.width set this size. Scoring during training, which
-    evaluation.every turns on, needs square images.
-    """
-    _, unit = s.crop_sides
-    shape = s.output_shape
-    for name, side in zip(("height", "width"), shape, strict=True):
-        if side % unit:
-            raise ValueError(
-                f"sampler.{name} is {side}: for this model it must be a multiple of {unit} pixels"
-            )
-    if s.evaluation.every and shape[0] != shape[1]:
-        raise ValueError(
-            f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, but "
-            "only square images can be scored: set both to 0, or set evaluation.every to 0"
         )
 
 

@@ -65,7 +65,20 @@ def audit(compiled: compiling.CompiledProgram) -> Audit:
         if instruction.opcode not in ("parameter", "tuple", "bitcast", "get-tuple-element"):
             written += times * sum(array.bytes for array in instruction.results)
             padded += times * sum(array.padded_bytes for array in instruction.results)
-    collectives = _collectives(program)
+    # Synchronous collectives, which have no separate start and end, never overlap.
+    collectives = []
+    for instructions, times in program.sequences():
+        ends = {
+            instruction.operands[0]: place
+            for place, instruction in enumerate(instructions)
+            if instruction.opcode.endswith("-done") and instruction.operands
+        }
+        for place, instruction in enumerate(instructions):
+            opcode = instruction.opcode
+            if opcode.startswith(EXCHANGES) and not opcode.endswith("-done"):
+                between = instructions[place + 1 : ends.get(instruction.name, place)]
+                overlaps = any(i.opcode in ("fusion", *PRODUCTS, "custom-call") for i in between)
+                collectives.append((instruction.name, times, overlaps))
     return Audit(
         products=products,
         products_written=compiled.products,
@@ -123,27 +136,6 @@ def lines(audit: Audit) -> list[str]:
         )
         text.append(exposed + (f": {some([*audit.exposed])}" if audit.exposed else ""))
     return text
-
-
-def _collectives(program: HloProgram) -> list[tuple[str, int, bool]]:
-    """Return (name, executions, whether it overlaps with computation) of each collective.
-
-    Synchronous collectives, which have no separate start and end, never overlap.
-    """
-    collectives = []
-    for instructions, times in program.sequences():
-        ends = {
-            instruction.operands[0]: place
-            for place, instruction in enumerate(instructions)
-            if instruction.opcode.endswith("-done") and instruction.operands
-        }
-        for place, instruction in enumerate(instructions):
-            opcode = instruction.opcode
-            if opcode.startswith(EXCHANGES) and not opcode.endswith("-done"):
-                between = instructions[place + 1 : ends.get(instruction.name, place)]
-                overlaps = any(i.opcode in ("fusion", *PRODUCTS, "custom-call") for i in between)
-                collectives.append((instruction.name, times, overlaps))
-    return collectives
 
 
 def _is_float32(program: HloProgram, product: Instruction) -> bool:

