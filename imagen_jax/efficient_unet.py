@@ -21,19 +21,17 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Count, Counts, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
-from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_width, unit
+from imagen_jax.conditioning import Conditioned, check_conditioning, condition, with_low_res
+from imagen_jax.layers import ConvTranspose, ResBlock, check_width, unit
 
 
-class EfficientUNet(Network):
+class EfficientUNet(Conditioned):
     """Imagen's efficient UNet for super-resolution models (unet.kind "efficient").
 
     The text tokens that attention sees have the width of the text embeddings.
     """
 
     embed_dim: Width = 128
-    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
-    times as wide."""
     channel_mult: Multiples = (1, 2, 4, 8, 8)
     """Number of channels of each level, in multiples of `embed_dim`. Each level but the deepest
     halves the resolution."""
@@ -42,24 +40,10 @@ class EfficientUNet(Network):
     of level 0 work at half of the full resolution."""
     attention_levels: Annotated[Sequence[int], Interval("[0, inf)"), [()]] = (3, 4)
     """Levels with attention after their residual blocks, both on the way down and on the way up."""
-    attention: Annotated[str, BLOCKS] = "fused"
-    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
-    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
     num_heads: WholeNumber = 0
     """Number of attention heads. If it is 0, `head_dim` determines the number."""
-    text_pooling: Annotated[str, POOLING] = "attention"
-    """How the tokens of a text become one vector for the residual blocks: their learned weighted
-    mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: WholeNumber = 0
-    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
-    are fixed."""
-    null_token: bool = False
-    """Whether to add one learned token to every text."""
     init_kernel: Count = 3
     """Side of the first convolution's kernel in pixels; it must be odd."""
-    scale_shift: bool = True
-    """Whether the time and the text scale and shift the activations of a residual block (True), or
-    are only added to them (False)."""
     scale_skips: bool = True
     """Whether to scale the shortcuts of residual blocks by 1 / sqrt(2)."""
 

@@ -8,17 +8,6 @@ from typing import Annotated, Any, NamedTuple
 from diffusion_jax import systems
 from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
-from diffusion_jax.config.settings import (
-    Data,
-    Evaluation,
-    Heldout,
-    Log,
-    Lora,
-    MeshShape,
-    Optimizer,
-    Run,
-    Text,
-)
 from diffusion_jax.diffusion import groups, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.guidance import ThresholdName
@@ -86,22 +75,22 @@ class Sampler(groups.Sampler):
 class Settings(NamedTuple):
     """The checked settings of a config."""
 
-    run: Run
+    run: settings.Run
     unet: UNet | EfficientUNet | MagnitudeUNet | Transformer
     unet_weights: str
     """The weights that training starts from, or that LoRA adapts: a workdir or a NeMo checkpoint;
     "" for random weights."""
-    text: Text
+    text: settings.Text
     diffusion: Diffusion
     super_resolution: SuperResolution
     sampler: Sampler
-    optimizer: Optimizer
-    mesh: MeshShape
-    evaluation: Evaluation
-    heldout: Heldout
-    log: Log
-    data: Data
-    lora: Lora
+    optimizer: settings.Optimizer
+    mesh: settings.MeshShape
+    evaluation: settings.Evaluation
+    heldout: settings.Heldout
+    log: settings.Log
+    data: settings.Data
+    lora: settings.Lora
 
     @property
     def output_size(self) -> int:

@@ -263,13 +263,7 @@ def transformer_widths(unet: UNet) -> set[int]:
 def check(unet: UNet) -> None:
     """Raise ValueError if a UNet's fields contradict each other."""
     levels = len(unet.channel_mult)
-    blocks = blocks_per_level(unet.num_res_blocks, levels)
-    if len(blocks) != levels:
-        raise ValueError(
-            f"unet.num_res_blocks {blocks} has {len(blocks)} entries, but unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels} levels: give one entry per level, or a "
-            "single number"
-        )
+    blocks_per_level(unet.num_res_blocks, levels)
     for level in unet.attention_levels:
         if not 0 <= level < levels:
             raise ValueError(

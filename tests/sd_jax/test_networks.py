@@ -119,7 +119,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (UNet(num_res_blocks=(1, 2)), "(1, 2) has 2 entries, but unet.channel_mult (1, 2, 4, 4)"),
+        (UNet(num_res_blocks=(1, 2)), "(1, 2) has 2 entries, but unet.channel_mult has 4 levels"),
         (UNet(attention_levels=(4,)), "unet.attention_levels holds 4, but unet.channel_mult has"),
         (UNet(width=336), "unet.norm_groups 32 does not divide the width 336 of a level"),
         (UNet(head_dim=48), "unet.head_dim 48 does not divide the width"),
