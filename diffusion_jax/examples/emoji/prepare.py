@@ -194,7 +194,13 @@ def prepare(
         ]
         rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffle, so that all tars are alike.
         counts[group] = len(rows)
-        _write_tars(out / group, rows, read, size)
+        folder = out / group
+        folder.mkdir(parents=True, exist_ok=True)
+        starts = range(0, len(rows), _RECORDS)
+        for start in progress.reported(list(starts), len(starts), f"tars of {folder.name}"):
+            path = folder / f"{start // _RECORDS:05}.tar"
+            if not path.exists():
+                tars.write(path, _records(rows[start : start + _RECORDS], read, size))
         lines = [caption(shown, style) for shown in members for style in named]
         files.write_whole(out / f"{group}.txt", "\n".join(lines) + "\n")
     return counts
@@ -224,20 +230,6 @@ def _card(styles: Sequence[str], size: int, variants: int) -> dict:
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
-
-
-def _write_tars(
-    out: pathlib.Path,
-    rows: Sequence[tuple[Composition, str, int]],
-    read: Mapping[str, Callable[[str], Image.Image]],
-    size: int,
-) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(rows), _RECORDS)
-    for start in progress.reported(list(starts), len(starts), f"tars of {out.name}"):
-        path = out / f"{start // _RECORDS:05}.tar"
-        if not path.exists():
-            tars.write(path, _records(rows[start : start + _RECORDS], read, size))
 
 
 def _records(
