@@ -223,8 +223,8 @@ def bad_input(
     This context manager catches the types in `usual` and `more`. Catch the `usual` types only
     around checks of the input, because elsewhere they indicate bugs. Two errors have their own exit
     codes, after which launchers start the command again: exits.BUSY for Busy, and 1 for a full
-    disk. The error of a lost connection between processes passes through unchanged. If a package is
-    not installed, the message says how to install it.
+    disk or memory. The error of a lost connection between processes passes through unchanged. If a
+    package is not installed, the message says how to install it.
     """
     try:
         yield
@@ -232,6 +232,11 @@ def bad_input(
         if distributed.is_disconnection(error):
             raise
         _end(error, code)
+    except MemoryError as error:
+        _end(
+            MemoryError(f"out of memory: {str(error) or 'none is left'}: free some, and try again"),
+            1,
+        )
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if not package or (pathlib.Path(__file__).parents[1] / package).exists():

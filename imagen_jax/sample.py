@@ -38,7 +38,7 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax import files
-from diffusion_jax.config.ranges import Count, Share
+from diffusion_jax.config import ranges
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.model import Model
@@ -78,12 +78,14 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
             "--embeddings=FILE, computed with the models' text encoder"
         )
     workdirs = _WORKDIR.value
-    batch_sizes = option_flags.each("batch_size", _BATCH.value, Count, len(workdirs))
+    batch_sizes = option_flags.each("batch_size", _BATCH.value, ranges.Count, len(workdirs))
     values = option_flags.by_stage(cascade.OPTIONS, _OPTIONS, len(workdirs))
     pictures = _PICTURES(len(prompts or _EMBEDDINGS.value))
     model = cascade.open_stages(workdirs, values, embedded=not prompts)
     if pictures:
-        model = model.changed([{}] * len(workdirs), strengths=_strengths(len(workdirs)))
+        each = [ranges.read_value("--strength", text, ranges.Share) for text in _STRENGTH.value]
+        strengths = model.each_strength(each if len(each) > 1 else each[0])
+        model = model.changed([{}] * len(workdirs), strengths=strengths)
     if prompts:
         warn_of_cuts(model.stages[0].encoder, prompts)
         warn_of_new_words(model, prompts)
@@ -97,15 +99,6 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         )
     low_res = [np.asarray(image) for image in images]
     return model, Inputs(captions, texts, pictures, low_res, batch_sizes, paths, _ALL_SIZES.value)
-
-
-def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage: the share of its steps to run on a picture to draw over.
-
-    If --strength has a single value, it is for the first stage, and the other stages get 1.
-    """
-    strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
-    return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 
 
 def _embeddings() -> tuple[list[str], list[np.ndarray]]:

@@ -18,14 +18,14 @@ from absl import logging
 from diffusion_jax import files
 from diffusion_jax.draw import options, program
 from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Option, Options
+from diffusion_jax.draw.options import Option, Options, Values
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.task import Texts
 from diffusion_jax.text import prompt_weights
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
 from sd_jax.unet import PIX2PIX
-from sd_jax.weights import published, trained
+from sd_jax.weights import embedding_files, published, trained
 from sd_jax.weights.published import NO_FACTS, File
 
 OPTIONS: Options = {
@@ -33,6 +33,11 @@ OPTIONS: Options = {
     "vae_weights": Option(
         "A VAE to use instead of the model's own: a file, a diffusers directory or a workdir.",
         str, field="vae.weights", at_load=True,
+    ),
+    "embedding": Option(
+        "A file of textual inversion, whose word the prompts may contain. Repeat it, or write "
+        "commas, for several files.",
+        str, at_load=True, joins=True,
     ),
     **options.of_group("sampler", settings.Sampler),
 }  # fmt: skip
@@ -86,7 +91,7 @@ class StableDiffusion(Model):
         if self.strengths and self.strengths[0] < 1:
             p = p._replace(strength=self.strengths[0])
             card |= {"strength": p.strength, "steps_taken": p.steps_taken}
-        return card | describe_additions(self.file)
+        return card | describe_additions(self.file, self.values[0])
 
 
 def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) -> StableDiffusion:
@@ -112,7 +117,9 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
                 f"--guide={guide} works only for runs (--workdir), but {path} is a model trained "
                 "elsewhere: leave --guide out"
             )
-        stage = published.load_stage(files.local(path), fields, typed.get("ema", "ema"), file)
+        stage = published.load_stage(
+            files.local(path), fields, typed.get("ema", "ema"), file, typed.get("embedding", "")
+        )
     elif path.is_dir():
         stage = trained.load_stage(path, trained.read_run(path, fields), typed)
     else:
@@ -124,9 +131,9 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     return model
 
 
-def describe_additions(file: File) -> dict[str, list[str]]:
+def describe_additions(file: File, values: Values) -> dict[str, list[str]]:
     """Return metadata of a model: the LoRA files and embeddings that are added to it, if any."""
-    paths = {"lora": file.lora, "embedding": file.embedding}
+    paths = {"lora": file.lora, "embedding": embedding_files.split(values.get("embedding", ""))}
     return {name: list(of_kind) for name, of_kind in paths.items() if of_kind}
 
 

@@ -64,6 +64,7 @@ def open_run(
     values = options.read(drawing.OPTIONS, chosen[0][0])
     s = read_run(workdir, options.fields(drawing.OPTIONS, values))
     described = {"training_seed": s.run.seed, "vae": s.vae_weights}
+    described |= drawing.describe_additions(NO_FACTS, values)
     return _subject(drawing.load(workdir, **values), described, s.data.source, chosen)
 
 
@@ -84,7 +85,7 @@ def open_model(
             for this model.
     """
     chosen = evaluation.with_weights([[values] for values in points], [[{"ema": ema}]])
-    described = drawing.describe_additions(file)
+    described = drawing.describe_additions(file, options.read(drawing.OPTIONS, chosen[0][0]))
     return _subject(drawing.load(path, file=file, **chosen[0][0]), described, "", chosen)
 
 

@@ -18,8 +18,8 @@ def check_unused(is_file: bool, file: File) -> None:
     """
     if not is_file and any(value is not None for value in file):
         raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype, --config, --lora and --embedding "
-            "need --model: leave them out for a --workdir"
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora need --model: "
+            "leave them out for a --workdir"
         )
 
 
@@ -56,12 +56,6 @@ def define() -> Callable[[], File]:
         ),
         flags.DEFINE_multi_string(
             "lora", None, "A LoRA to merge into --model, as FILE or FILE:STRENGTH; may be repeated."
-        ),
-        flags.DEFINE_multi_string(
-            "embedding",
-            None,
-            "A file of textual inversion, whose word prompts for --model may "
-            "contain; may be repeated.",
         ),
     ]
 

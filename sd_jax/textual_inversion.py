@@ -41,13 +41,14 @@ def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of a Task to take the vectors of a word instead of the UNet's parameters.
 
     The wrapped function expects the UNet in frozen["base"], and the task's own frozen weights in
-    frozen["task"].
+    frozen["task"]. These may hold the vectors of further words after the trained ones.
     """
 
     def adapted(params, frozen, *arguments):
         others = {name: tree for name, tree in params.items() if name != LEARNED}
         text = frozen["task"]["text"]
-        text = {**text, "params": {**text["params"], LEARNED: params[LEARNED]}}
+        words = jnp.asarray(text["params"][LEARNED]).at[: len(params[LEARNED])]
+        text = {**text, "params": {**text["params"], LEARNED: words.set(params[LEARNED])}}
         whole = {**frozen["base"], **others}
         return function(whole, {**frozen["task"], "text": text}, *arguments)
 

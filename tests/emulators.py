@@ -17,7 +17,7 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 BUCKET = "bkt"
 _ERRORS = "/errors/"
@@ -52,13 +52,21 @@ def locked(s3: str) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def failing(gs: str, share: float) -> Iterator[None]:
-    """Let Google's storage answer this share of requests with the error 503 in this context."""
-    urllib.request.urlopen(f"{gs}{_ERRORS}{share}").close()
+def failing(gs: str, share: float) -> Iterator[Callable[[], int]]:
+    """Let Google's storage answer this share of requests with the error 503 in this context.
+
+    Yield a function that returns the number of errors since its last call.
+    """
+
+    def set_share(share: float) -> int:
+        with urllib.request.urlopen(f"{gs}{_ERRORS}{share}") as answer:
+            return int(answer.read())
+
+    set_share(share)
     try:
-        yield
+        yield lambda: set_share(share)
     finally:
-        urllib.request.urlopen(f"{gs}{_ERRORS}0").close()
+        set_share(0.0)
 
 
 @contextlib.contextmanager
@@ -88,7 +96,7 @@ def _serve() -> None:
     storage = Storage(use_memory_fs=True)
     buckets.create_bucket(BUCKET, storage)
     condition: list[str | None] = [None]
-    share = [0.0]
+    share, refused = [0.0], [0]
 
     def generation(bucket: str, name: str) -> str:
         try:
@@ -120,6 +128,7 @@ def _serve() -> None:
             if "/b/locked/" in self.path:
                 self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
             elif random.random() < share[0]:
+                refused[0] += 1
                 self.send_error(http.HTTPStatus.SERVICE_UNAVAILABLE)
             else:
                 return False
@@ -130,6 +139,8 @@ def _serve() -> None:
                 share[0] = float(self.path.removeprefix(_ERRORS))
                 self.send_response(http.HTTPStatus.OK)
                 self.end_headers()
+                self.wfile.write(b"%d" % refused[0])
+                refused[0] = 0
             elif not self._refused():
                 super().do_GET()
 

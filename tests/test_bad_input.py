@@ -136,7 +136,7 @@ sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its pic
 sample --prompt=a --image=D/wide.png | the picture is 4x3: crop it to a square
 sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
-sd_sample --prompt=a --lora=D/none | --lora and --embedding need --model
+sd_sample --prompt=a --lora=D/none | --config and --lora need --model: leave them out
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more

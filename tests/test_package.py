@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 
+import numpy as np
 import pytest
 
 import diffusion_jax
@@ -66,6 +67,13 @@ def test_a_missing_package_is_a_one_line_error_with_the_pip_command(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert package in error and error.endswith(f": run pip install {remedy}\n")
+
+
+def test_memory_that_cannot_be_allocated_is_one_line_and_exit_code_1(capsys):
+    with pytest.raises(SystemExit) as ended, cli.bad_input():
+        np.empty(2**60, np.uint8)
+    error = "error: out of memory: Unable to allocate 1.00 EiB for an array with shape "
+    assert capsys.readouterr().err.startswith(error) and ended.value.code == 1
 
 
 def test_a_missing_module_of_this_project_is_not_reported_as_bad_input():

@@ -24,9 +24,12 @@ flags.disclaim_key_flags()  # --help lists these flags with those of the module 
 
 def define(table: Options) -> Holders:
     """Define one flag for each option. Each flag takes a single value, for all stages."""
-    return {
-        name: _DEFINE[ranges.kind_of(option.hint)](name, _default(option), option.help)
+    kinds = {
+        name: flags.DEFINE_multi_string if option.joins else _DEFINE[ranges.kind_of(option.hint)]
         for name, option in table.items()
+    }
+    return {
+        name: kind(name, _default(table[name]), table[name].help) for name, kind in kinds.items()
     }
 
 
@@ -61,7 +64,10 @@ def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
 
 def values(holders: Holders) -> dict[str, Any]:
     """Return the values of the flags that `define` defined, keyed by option name."""
-    return {name: holder.value for name, holder in holders.items()}
+    of = {name: holder.value for name, holder in holders.items()}
+    return {
+        name: ",".join(value) if isinstance(value, list) else value for name, value in of.items()
+    }
 
 
 def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str, Any]]:
@@ -108,6 +114,8 @@ def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[An
 
 
 def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> list[Any]:
+    if option.joins:
+        return [",".join(texts) or None]
     if num_stages == 1 and not option.at_load and not option.is_text:
         return _split(texts) or [None]
     if option.at_load and len(texts) > 1:

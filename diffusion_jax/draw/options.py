@@ -26,6 +26,8 @@ class Option(NamedTuple):
     """Whether the value cannot change after loading, because it determines the files to read."""
     is_text: bool = False
     """Whether the value is free text, which may contain commas."""
+    joins: bool = False
+    """Whether the values of a repeated flag are joined with commas."""
 
 
 Options = Mapping[str, Option]

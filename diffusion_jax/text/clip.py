@@ -218,8 +218,10 @@ def with_learned(
     tower: TextTower, params: Any, ids: Sequence[int], vectors: np.ndarray
 ) -> tuple[TextTower, Any]:
     """Return a tower and its parameters, in which tokens with new `ids` have these embeddings."""
+    if tower.learned_ids:
+        vectors = np.concatenate([np.asarray(params["params"][LEARNED]), vectors])
     params = {**params, "params": {**params["params"], LEARNED: vectors}}
-    return tower.clone(learned_ids=tuple(ids)), params
+    return tower.clone(learned_ids=(*tower.learned_ids, *ids)), params
 
 
 def of_tower(
@@ -250,10 +252,15 @@ def of_tower(
     def cut_off(texts):
         return tokenizer.cut_off(texts, max_tokens)
 
+    def add_words(frozen, vectors):
+        ids = tokenizer.add_words({word: len(rows) for word, rows in vectors.items()})
+        new, params = with_learned(tower, frozen, ids, np.concatenate([*vectors.values()]))
+        return of_tower(new, (), tokenizer, max_tokens), params
+
     return TextEncoder(
         "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,
         tokenize_weighted=functools.partial(prompt_weights.tokenize, tokenizer, max_tokens),
-        outputs=all_outputs,
+        outputs=all_outputs, add_words=add_words,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def table(params: Any, tower: str) -> list[Entry]:
 def num_layers(names: Iterable[str], tower: str) -> int:
     """Return the number of layers of a tower, given the names of all arrays."""
     matches = (re.match(rf"{tower}\.encoder\.layers\.(\d+)\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in matches if match), default=-1)
+    return 1 + max(int(match[1]) for match in matches if match)
 
 
 def tower_state(clip: ClipWeights, table: Sequence[Entry]) -> dict[str, np.ndarray]:

@@ -60,6 +60,9 @@ class TextEncoder(NamedTuple):
     outputs: Callable[[Any, TextArrays], Any] | None = None
     """Maps (frozen, batch) to all outputs of CLIP's text tower, a clip.TextOutputs; None for other
     encoders."""
+    add_words: Callable[[Any, Mapping[str, np.ndarray]], tuple["TextEncoder", Any]] | None = None
+    """Maps (frozen, the vectors [N, D] of each new word) to an encoder that replaces this one, and
+    its weights. None if the encoder cannot learn words."""
 
 
 def check_fits(kind: str, folder: object, network: Any, vocab_size: int, width: int | None) -> None:

@@ -61,11 +61,15 @@ class TextTokenizer:
     def add_words(self, counts: Mapping[str, int]) -> list[int]:
         """Add words that consist of several new tokens each; return the ids of these tokens.
 
-        Upper and lower case are the same. No other thread may use the tokenizer meanwhile.
+        Upper and lower case are the same. No other thread may use the tokenizer meanwhile. Raises
+        ValueError if a word was added before.
         """
         counts = {word.lower(): count for word, count in counts.items()}
         names = {word: [f"<{word} {n}>" for n in range(count)] for word, count in counts.items()}
         tokens = [name for of_word in names.values() for name in of_word]
+        known = self._tokenizer.get_vocab()
+        if added := [word for word, (first, *_) in names.items() if first in known]:
+            raise ValueError(f"the word {added[0]!r} is in the model already: keep one of the two")
         self._tokenizer.add_tokens([AddedToken(name, normalized=False) for name in tokens])
         # Longer words first, and no parts of words: "cat" is not in "category".
         longest = sorted(map(re.escape, names), key=len, reverse=True)

@@ -5,16 +5,13 @@ kohya's scripts, is the file's name without its suffix.
 """
 
 import pathlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from diffusion_jax import files
-from diffusion_jax.text import clip
-from diffusion_jax.text.tokenize import TextTokenizer
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.weights import torch_files, torch_weights
-from sd_jax.weights.text import TextPart
 
 _UNNAMED = ("*", "emb_params")  # The names of the array in files that do not name their word.
 
@@ -46,29 +43,41 @@ def read(path: pathlib.Path) -> Embedding:
     return Embedding(path.stem if name in _UNNAMED else name, vectors)
 
 
-def apply(paths: Sequence[str], part: TextPart, tokenizer: TextTokenizer) -> TextPart:
-    """Return a text encoder that knows the words of embeddings, and add them to the tokenizer.
+def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, Any]:
+    """Return a text encoder that knows the words of embeddings, and its weights.
+
+    Args:
+        paths: The files, separated by commas.
+        encoder: A text encoder, which the result replaces.
+        frozen: The weights of `encoder`.
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file holds no embedding, or one of another width, or two have the same word.
+        ValueError: A file holds no embedding, or one of another width, two have the same word, or
+            the encoder is not CLIP.
     """
-    if not paths:
-        return part
-    embeddings = [read(files.local(path)) for path in paths]
-    width, words = part.tower.width, [embedding.word.lower() for embedding in embeddings]
-    for path, (word, vectors) in zip(paths, embeddings, strict=True):
-        if vectors.shape[1] != width:
+    if encoder.add_words is None:
+        raise ValueError(
+            f"--embedding={paths} holds vectors for CLIP, but the text encoder is "
+            f"{encoder.name!r}: choose a model with CLIP"
+        )
+    vectors = {}
+    for path in split(paths):
+        word, rows = read(files.local(path))
+        if rows.shape[1] != encoder.width:
             raise ValueError(
-                f"--embedding={path} has vectors of width {vectors.shape[1]}, but the model's text "
-                f"encoder has width {width}: choose an embedding for this model"
+                f"--embedding={path} has vectors of width {rows.shape[1]}, but the model's text "
+                f"encoder has width {encoder.width}: choose an embedding for this model"
             )
-        if words.count(word.lower()) > 1:
+        if word.lower() in vectors:
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
-    ids = tokenizer.add_words({word: len(vectors) for word, vectors in embeddings})
-    vectors = np.concatenate([vectors for _, vectors in embeddings])  # [N, D]
-    tower, params = clip.with_learned(part.tower, part.params, ids, vectors)
-    return part._replace(tower=tower, params=params)
+        vectors[word.lower()] = rows
+    return encoder.add_words(frozen, vectors)
+
+
+def split(paths: str) -> list[str]:
+    """Return the paths in a value of the option `embedding`."""
+    return [path for path in paths.split(",") if path]
 
 
 def write(path: files.Path, embedding: Embedding) -> None:

@@ -52,8 +52,6 @@ class File(NamedTuple):
     """Path of LDM's yaml config, for a model in a single file (see ldm_config.py)."""
     lora: Sequence[str] | None = None
     """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files.py)."""
-    embedding: Sequence[str] | None = None
-    """Files of textual inversion, whose words the prompts may contain (see embedding_files.py)."""
 
 
 NO_FACTS = File()
@@ -64,6 +62,7 @@ def load_stage(
     fields: Mapping[str, Any] = {},
     ema: str = "ema",
     file: File = NO_FACTS,
+    embedding: str = "",
 ) -> Stage:
     """Open the model in a diffusers directory or a file. The settings of the stage are a Pipeline.
 
@@ -72,6 +71,7 @@ def load_stage(
         fields: Values that replace settings, keyed by field, such as "sampler.steps".
         ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
         file: Settings that the files may lack.
+        embedding: Files of textual inversion, separated by commas (see embedding_files.py).
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -88,9 +88,11 @@ def load_stage(
     elif text_weights:
         tokenizer = pretrained.locate(text_weights)
     opened_tokenizer = _tokenizer(path, text, tokenizer, unet.text_width)
-    text = embedding_files.apply(file.embedding or (), text, opened_tokenizer)
     tower = text.tower.clone(dtype=p.unet.dtype)
     encoder = clip.of_tower(tower, (), opened_tokenizer, tower.max_tokens)
+    text_params = text.params
+    if embedding:
+        encoder, text_params = embedding_files.apply(embedding, encoder, text_params)
 
     # The sampler.
     guiding = {"sampler.guiding": "pix2pix"} if p.sees == PIX2PIX else {}
@@ -111,7 +113,7 @@ def load_stage(
     # The weights on the devices.
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
-    frozen, params = {"text": place(text.params), "vae": place(vae.params)}, place(unet.params)
+    frozen, params = {"text": place(text_params), "vae": place(vae.params)}, place(unet.params)
 
     def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)

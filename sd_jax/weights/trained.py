@@ -34,7 +34,7 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
         workdir: The workdir of the run.
         s: The settings to draw with.
         values: The chosen values of options, which `s` contains already. They name the checkpoint,
-            the average and the guide.
+            the average, the guide and files of textual inversion.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint or guide.
@@ -67,6 +67,10 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     learns = bool(s.text.learned_tokens)
     adapt = textual_inversion.adapt if learns else None
     trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh, adapt)
+    # The words of files come after a learned word, whose saved vectors are the first.
+    if embedding := values.get("embedding"):
+        encoder, text_params = embedding_files.apply(embedding, encoder, text_params)
+        frozen["text"] = sharding.place_all(text_params, mesh, task.RULES)
 
     def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)

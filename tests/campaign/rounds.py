@@ -44,7 +44,6 @@ _WORDS = {
     "it lost another process": "lost process",
     "usually because another process died": "lost process",
     "records were saved": "number of records",
-    "503": "the bucket's errors",
 }
 
 
@@ -231,12 +230,13 @@ def _disturb(subject, fault, seconds, out, rng, grow):
     elif names := disturbances.PHASES.get(fault):
         before = functools.partial(disturbances.die_after, *names)
     errors = emulators.failing(subject.bucket, _SHARE * (fault == disturbances.ERRORS))
-    with errors if subject.bucket else contextlib.nullcontext():
+    with errors if subject.bucket else contextlib.nullcontext(lambda: 0) as num_errors:
         job = Job(subject, out, before=before)
         if before or fault == disturbances.ERRORS:
             job.end()
             job.kill()
-            hit = fault not in disturbances.PHASES or any(job.codes())
+            failed = num_errors() > 0 if fault == disturbances.ERRORS else any(job.codes())
+            hit = failed or fault in disturbances.CLOCKS
             return hit, job.codes(), job.printed(), nothing
     if fault == FULL:
         ended = job.end()

@@ -65,10 +65,11 @@ def vectors():
 def ours_of(folder, path):
     """Return the checkpoint, and the encoder and text part that know the word in the file."""
     opened = checkpoints.load(folder)
-    tokenizer = tokenize.clip(folder / "tokenizer")
-    part = embedding_files.apply([str(path)], opened.text, tokenizer)
-    params = jax.tree.map(jnp.asarray, part.params)
-    return opened, clip.of_tower(part.tower, params, tokenizer, 16)
+    tower, tokenizer = opened.text.tower, tokenize.clip(folder / "tokenizer")
+    encoder, params = embedding_files.apply(
+        str(path), clip.of_tower(tower, (), tokenizer, 16), opened.text.params
+    )
+    return opened, encoder._replace(frozen=jax.tree.map(jnp.asarray, params))
 
 
 def close(ours, theirs):

@@ -11,6 +11,7 @@ from diffusion_jax import runs
 from diffusion_jax.devices import sharding
 from diffusion_jax.text.encoder import LEARNED
 from diffusion_jax.train import loop
+from diffusion_jax.weights import torch_weights
 from launch.planner import tasks
 from sd_jax import drawing, textual_inversion, train
 from sd_jax.settings import read_settings
@@ -122,11 +123,31 @@ def test_a_run_draws_the_same_as_its_exported_embedding_with_the_base_model(
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": SIDE, "width": SIDE}
     ours = drawing.load(workdir, **values)
     assert {*ours.card()} >= {"base"} and "lora_scale" not in ours.card()
-    with_file = drawing.load(published / "d", file=drawing.File(embedding=[str(path)]), **values)
+    with_file = drawing.load(published / "d", embedding=str(path), **values)
     plain = drawing.load(published / "d", **values)
     drawn = [m.draw("a <CAT> b").images for m in (ours, with_file, plain)]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert np.abs(drawn[0].astype(int) - drawn[2]).max() > 1
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_a_run_of_one_word_and_a_file_of_another_draw_the_same_as_two_files(
+    workdir, published, tmp_path
+):
+    cat, fox = tmp_path / "cat.safetensors", tmp_path / "fox.safetensors"
+    trained.write_lora(workdir, cat, "diffusers")
+    torch_weights.write(fox, {"<fox>": np.random.default_rng(4).normal(size=(2, 24)).astype("f4")})
+    values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": SIDE, "width": SIDE}
+    ours = drawing.load(workdir, embedding=str(fox), **values)
+    with_files = drawing.load(published / "d", embedding=f"{cat},{fox}", **values)
+    prompts = ["a <cat> b <fox>", "<FOX>", "<cat>"]
+    drawn = [m.draw(prompts, seeds=[0, 0, 0]).images for m in (ours, with_files)]
+    np.testing.assert_array_equal(*drawn)
+    assert all(np.abs(drawn[0][i].astype(int) - drawn[0][i - 1]).max() > 1 for i in range(3))
+    assert ours.card()["embedding"] == [str(fox)]
+    with pytest.raises(ValueError, match="the word '<cat>' is in the model already: keep one"):
+        drawing.load(workdir, embedding=str(cat), **values)
 
 
 @pytest.mark.slow

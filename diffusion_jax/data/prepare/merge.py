@@ -23,6 +23,7 @@ from diffusion_jax import files
 from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import folder_lock, sorted_tables, untrusted
@@ -59,7 +60,8 @@ def merge(
 
     Returns:
         The numbers of "merged" records and of "no_embedding" records, which are dropped because
-        they have no embedding, and of records with a "duplicate_key", which are dropped too.
+        they have no embedding, and of records with a "duplicate_key" or a "wrong_checksum" (see
+        `tars.write`), which are dropped too.
         Skipped tars are not counted.
 
     Raises:
@@ -238,7 +240,7 @@ def _joined(
         find: Maps an embedding's name to its row in the table, or to None.
         stored: The tars of embeddings.
         key: The path of the array in pickles, as in `merge`.
-        counts: The numbers of "merged" and "no_embedding" records are added here.
+        counts: The numbers of merged and of dropped records are added here, as in `merge`.
     """
     path = pathlib.PurePath(tar)
     # The files of a record need not be adjacent (see tars.scan).
@@ -256,16 +258,22 @@ def _joined(
             if place is None:
                 counts["no_embedding"] += 1
                 continue
+            try:
+                read = {s: _contents(file, m) for s, m in zip(suffixes, group, strict=True)}
+                read |= _embedding(stored, place, key)
+            except Unusable as error:
+                counts[error.reason] += 1
+                continue
             counts["merged"] += 1
-            read = {s: _contents(file, member) for s, member in zip(suffixes, group, strict=True)}
-            yield {tar_files.KEY: _raw(stem), **read, **_embedding(stored, place, key)}
+            yield {tar_files.KEY: _raw(stem), **read}
 
 
 def _embedding(stored: Sequence[str], place: Any, key: str) -> dict[str, bytes]:
     first, suffix = int(place["offset"]), place["suffix"].decode(errors="surrogateescape")
-    (contents,) = storage.read_ranges(
-        [stored[int(place["tar"])]], [first], [first + int(place["size"])]
+    (member,) = storage.read_ranges(
+        [stored[int(place["tar"])]], [first - tar_files.BLOCK], [first + int(place["size"])]
     )
+    contents = tar_files.contents(member)
     if suffix not in ("pickle", "pkl"):
         return {suffix: contents}
     array = io.BytesIO()
@@ -274,5 +282,5 @@ def _embedding(stored: Sequence[str], place: Any, key: str) -> dict[str, bytes]:
 
 
 def _contents(file: Any, member: tar_files.Member) -> bytes:
-    file.seek(member.offset)
-    return file.read(member.size)
+    file.seek(member.offset - tar_files.BLOCK)
+    return tar_files.contents(file.read(tar_files.BLOCK + member.size))

@@ -116,6 +116,14 @@ def test_flags_have_one_value_for_all_stages_or_one_for_each():
         option_flags.each("batch_size", ["3", "4"], int, 3)
 
 
+@pytest.mark.parametrize("given", [["a.pt", "b,c.pt"], ["a.pt,b,c.pt"], ["a.pt"], []])
+def test_a_repeated_flag_of_files_joins_them_with_commas(given):
+    joined = ",".join(given) or None
+    assert option_flags.values(holders(embedding=given or None)) == {"embedding": joined}
+    points = option_flags.points(drawing.OPTIONS, holders(embedding=given, eta=["0", "1"]), 1)
+    assert points == [[{"embedding": joined, "eta": eta}] for eta in "01"]
+
+
 def test_options_that_are_read_when_a_model_opens_cannot_vary_in_a_sweep():
     with pytest.raises(ValueError, match="--guide is given 2 times, but it cannot vary"):
         option_flags.points(cascade.OPTIONS, holders(guide=["a", "b"]), 1)

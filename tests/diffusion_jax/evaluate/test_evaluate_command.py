@@ -329,6 +329,7 @@ def test_models_of_different_sizes_without_size_are_an_error(tmp_path):
     subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
     with pytest.raises(ValueError, match=r"sizes \(8, 16 pixels\): set --size, .*--size=8"):
         evaluation.common_size(subjects)
+    assert evaluation.common_size(subjects[:1]) == subjects[0].size
 
 
 def not_finite(images, seeds):

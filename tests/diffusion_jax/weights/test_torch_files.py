@@ -64,6 +64,17 @@ def test_a_file_of_torch_before_1_6_is_read_without_executing_its_pickle(tmp_pat
         torch_files.read_state_dict(tmp_path / "cut.pth")
 
 
+def test_float8_arrays_are_read_from_a_file_of_torch_2_13():
+    """The fixture holds k / 4 for k = 0 to 5: as a [2, 3] array, and transposed."""
+    state = torch_files.read_state_dict(FIXTURE.with_name("float8.pt"))
+    grid = np.arange(6, dtype=np.float32).reshape(2, 3) / 4
+    assert {name: str(array.dtype) for name, array in state.items()} == {
+        "v": "float8_e5m2", "w": "float8_e4m3fn"
+    }  # fmt: skip
+    np.testing.assert_array_equal(state["v"].astype(np.float32), grid)
+    np.testing.assert_array_equal(state["w"].astype(np.float32), grid.T)
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_weights_and_config_are_read_from_a_nemo_file(tmp_path, mode):
     members = {"./model_config.yaml": b"unet: {embed_dim: 8}", "./model_weights.ckpt": b""}

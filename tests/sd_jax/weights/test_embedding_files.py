@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.text import clip, embed, tokenize
+from diffusion_jax.text import clip, embed, hashed, tokenize
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing
 from sd_jax.weights import checkpoints, embedding_files
@@ -31,24 +31,30 @@ def rows(part, tokenizer, text):
     return table[tokenizer.split([text])[0]]
 
 
-def encoded(part, tokenizer, text):
-    encoder = clip.of_tower(part.tower, jax.tree.map(np.asarray, part.params), tokenizer, 16)
+@pytest.fixture
+def encoder(part, tokenizer):
+    return clip.of_tower(part.tower, jax.tree.map(np.asarray, part.params), tokenizer, 16)
+
+
+def encoded(encoder, text):
     return np.asarray(embed(encoder, [text])[0])
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_an_embedding_acts_like_the_tokens_whose_vectors_it_holds(
-    part, tokenizer, tmp_path, suffix
+    encoder, part, tokenizer, tmp_path, suffix
 ):
     path = tmp_path / f"learned_embeds.{suffix}"
     write = torch_weights.write if suffix == "safetensors" else torch_writer.save
     write(path, {"<Cat>": rows(part, tokenizer, "c d e")})
     torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": rows(part, tokenizer, "f")})
-    expected = [encoded(part, tokenizer, t) for t in ("a c d e b", "f f", "a firefox")]
-    added = embedding_files.apply([str(path), str(tmp_path / "fox.safetensors")], part, tokenizer)
+    expected = [encoded(encoder, t) for t in ("a c d e b", "f f", "a firefox")]
+    assert np.abs(expected[0] - encoded(encoder, "a")).max() > 0.1
+    paths = f"{path},{tmp_path / 'fox.safetensors'}"
+    added, params = embedding_files.apply(paths, encoder, encoder.frozen)
+    added = added._replace(frozen=params)
     for text, of_tokens in zip(("a <cat> b", "fox FOX", "a firefox"), expected, strict=True):
-        np.testing.assert_array_equal(encoded(added, tokenizer, text), of_tokens)
-    assert np.abs(encoded(part, tokenizer, "a c d e b") - encoded(part, tokenizer, "a")).max() > 0.1
+        np.testing.assert_array_equal(encoded(added, text), of_tokens)
 
 
 def test_a_file_of_the_web_ui_is_read_without_executing_its_pickle():
@@ -72,20 +78,20 @@ def test_a_single_vector_may_lack_the_axis_of_tokens(tmp_path):
         ({"a": (1, 8)}, "has vectors of width 8, but the model's text encoder has width 24"),
     ],
 )
-def test_files_without_an_embedding_for_the_model_are_errors(
-    part, tokenizer, tmp_path, arrays, message
-):
+def test_files_without_an_embedding_for_the_model_are_errors(encoder, tmp_path, arrays, message):
     path = tmp_path / "a.safetensors"
     torch_weights.write(path, {name: np.ones(shape, "f4") for name, shape in arrays.items()})
     with pytest.raises(ValueError, match=message):
-        embedding_files.apply([str(path)], part, tokenizer)
+        embedding_files.apply(str(path), encoder, encoder.frozen)
 
 
-def test_two_embeddings_of_one_word_and_infinite_vectors_are_errors(part, tokenizer, tmp_path):
+def test_two_embeddings_of_one_word_and_infinite_vectors_are_errors(encoder, tmp_path):
     path = tmp_path / "a.safetensors"
     torch_weights.write(path, {"<cat>": np.ones((1, WIDTH), np.float32)})
     with pytest.raises(ValueError, match="another file has the word '<cat>': keep one"):
-        embedding_files.apply([str(path), str(path)], part, tokenizer)
+        embedding_files.apply(f"{path},{path}", encoder, encoder.frozen)
+    with pytest.raises(ValueError, match="vectors for CLIP, but the text encoder is 'hashed'"):
+        embedding_files.apply(str(path), hashed.encoder(WIDTH, 8), ())
     torch_weights.write(path, {"<cat>": np.full((1, WIDTH), np.inf, np.float32)})
     with pytest.raises(ValueError, match="1 of 1 arrays hold NaN or infinite values"):
         embedding_files.read(path)
@@ -96,7 +102,7 @@ def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, 
     path = str(tmp_path / "fox.safetensors")
     torch_weights.write(path, {"emb_params": vectors})
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
-    model = drawing.load(published / "d", file=drawing.File(embedding=[path]), **values)
+    model = drawing.load(published / "d", embedding=path, **values)
     plain = drawing.load(published / "d", **values)
     fox, cat = (m.draw("fox").images.astype(int) for m in (model, plain))
     assert np.abs(fox - cat).max() > 2

@@ -63,6 +63,25 @@ def test_merge_skips_records_with_damaged_headers_and_repeated_keys(tars):
     assert WebDataset(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"
 
 
+def test_merge_drops_and_counts_records_whose_checksum_is_wrong(tars):
+    for tar, place in (("images/00000.tar", 512), ("embeddings/t0_r0_0.tar", 512 + 200)):
+        path = tars / tar
+        with tarfile.open(path) as stored:
+            files = [(m.name.partition(".j")[0], stored.extractfile(m).read()) for m in stored]
+        if tar.startswith("images"):
+            records = [{"__key__": b"0000", "jpg": b"00"}, {"__key__": b"0001", "jpg": b"01"}]
+        else:
+            records = [{"__key__": name.removesuffix(".pickle").encode(), "pickle": contents}
+                       for name, contents in files]  # fmt: skip
+        tar_files.write(path, records, checksums=True)
+        damaged = bytearray(path.read_bytes())
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+    counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
+    # 0000 of the first tar has a damaged picture, 0002 of the second a damaged embedding.
+    assert counts == {"merged": 3, "wrong_checksum": 2}
+
+
 def test_merge_joins_files_of_a_record_that_are_not_adjacent(tars):
     """For example, a tar of all images, then all texts. Hidden files of macOS are ignored."""
     with tarfile.open(tars / "00000.tar", "w") as opened:
