@@ -9,9 +9,10 @@ Each stage of a cascade has its own checkpoint, sampler and guidance. A notebook
 `draw` as a contact sheet.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diffusion_jax.devices import sharding
@@ -193,12 +194,8 @@ def load_stage(
     )
 
 
-def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:
-    """Return the settings of a run, with new values, keyed by config field, in `fields`.
-
-    Raises FileNotFoundError if there is no run, and ValueError if a value is invalid for it.
-    """
-    return stage_module.read_run(workdir, fields, "imagen_jax")
+read_run = functools.partial(stage_module.read_run, system="imagen_jax")
+"""(workdir, fields) -> the Settings of a run, as in stage.read_run."""
 
 
 def output_shapes(settings: Sequence[Settings]) -> list[tuple[int, int]]:

@@ -260,10 +260,9 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
     place = folder / "scheduler" / "scheduler_config.json"
     scheduler = _diffusers_config(place) if place.is_file() else None
     try:
-        schedulers.read_diffusion(scheduler or {})
+        predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     shift = configs.get("vae", {}).get("shift_factor") or 0.0
