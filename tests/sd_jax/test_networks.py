@@ -127,7 +127,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
             UNet(width=48, norm_groups=16),
             "is 48: it must be a multiple of 32, the number of groups",
         ),
-        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from auto, xla"),
+        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': did you mean 'splash'?"),
         (UNet(attention_impl="cudnn"), "needs a 16-bit dtype, but unet.dtype is float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
