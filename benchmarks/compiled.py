@@ -38,7 +38,7 @@ from diffusion_jax.train import memory
 from imagen_jax import attention, layers
 from launch import accelerators
 from launch.planner import blocks, compiling, profiling, tasks
-from launch.planner.profiling import Profile
+from launch.planner.blocks import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)

@@ -66,7 +66,7 @@ class Rate(NamedTuple):
     """Published speed: of NeMo's Imagen on an H100, or of MLPerf's Stable Diffusion on an H200;
     None if unknown."""
     planned: float
-    """Speed on an H100 that launch.plan predicts (docs/lab/scaling.md)."""
+    """Speed that `python -m launch.plan --target=h100:1 --fast` predicts."""
 
 
 RATES = {

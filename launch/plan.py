@@ -14,9 +14,7 @@ than a minute. Without --fast, it also compiles the train step:
 - for NVIDIA GPUs with XLA, which needs neither GPU nor driver (pip install -e ".[plan-gpu]");
 - for other targets with XLA's CPU backend, which gives only the communication.
 Compiling a big model takes many minutes on a few cores. Compiled programs are cached, so the same
-plan is fast the next time. The command also audits the compiled program: it reports copies, matrix
-products that were split or run in float32, and communication that does not overlap with
-computation.
+plan is fast the next time.
 
 --profile prints how much of a step's time on a TPU each kind of work and each layer takes. These
 times come from the TPU compiler's estimates of cycles. Nothing runs on a TPU, and --mfu is ignored.
@@ -43,16 +41,14 @@ from absl import flags
 from diffusion_jax import cli
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import audit, choice, compiling, estimate, gpu, profiling, tasks
+from launch.planner import choice, compiling, estimate, gpu, profiling, tasks
 from launch.planner.blocks import Profile
 
 _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Only trace the program; do not compile it.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
-_PROFILE = flags.DEFINE_boolean(
-    "profile", False, "Print the TPU compiler's estimated cycles, and an audit."
-)
+_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's estimated cycles.")
 _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/lab/performance.md.
 _MIN_GPU_BATCH = 16
 _MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.")
@@ -93,8 +89,6 @@ def main() -> None:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
             compiled, compiler_notes = compiling.analyse(model, target, mesh)
         notes += compiler_notes
-        if compiled.program and not _PROFILE.value:
-            notes += audit.lines(audit.audit(compiled.program))
     profile = _profile(model, target, mesh, compiled) if _PROFILE.value else None
     figures = estimate.plan(
         traced,

@@ -1,4 +1,4 @@
-"""Rendering of this folder's templates: the GKE manifest and the Slurm script."""
+"""Rendering of this folder's templates: the manifest for GKE and the script for Slurm."""
 
 import pathlib
 from typing import Any

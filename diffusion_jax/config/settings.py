@@ -353,7 +353,8 @@ class Data(NamedTuple):
     """The weight in the loss of the pictures from `prior`. All other pictures have weight 1."""
     loss_mask: Annotated[str, LOSS_MASKS] = ""
     """What multiplies the loss of each pixel: "alpha", the opacity of the image; "file", the
-    brightness of NAME.mask.png beside the image in a folder; or "" for nothing."""
+    brightness of NAME.mask.png beside the image in a folder, which is grey, and 0 where it is
+    transparent; or "" for nothing."""
     fields: tuple[str, ...] = ()
     """Named numbers of each image that the network also sees, each as NAME=LOW..HIGH with its
     smallest and its largest value, such as aesthetic=0..10 (docs/data.md)."""

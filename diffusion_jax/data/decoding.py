@@ -12,6 +12,8 @@ from diffusion_jax.files import rgb, untrusted
 
 CENTRE = (0.5, 0.5)
 _TAGS_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+_GREY = 16  # Largest difference between the red, green and blue of a pixel of a mask.
+_DARK = 16  # Masks without a pixel of this brightness are refused: a label of 1 is not white.
 
 
 class Unusable(ValueError):
@@ -59,7 +61,7 @@ def crop_masked(
     data: bytes,
     shape: tuple[int, int],
     *,
-    mask: bytes = b"",
+    mask: bytes | None = None,
     resize: int = 0,
     min_size: int = 0,
     max_aspect: float = 0.0,
@@ -67,19 +69,22 @@ def crop_masked(
 ) -> UInt8[np.ndarray, "H W 4"]:
     """Return an image as `crop` does, with a fourth channel: the weights of its pixels in the loss.
 
-    A weight is the brightness of the encoded image `mask` (of its red, if it has colours) or, if
-    this is b"", the opacity of the image, whose transparent pixels then keep their stored colours.
+    A weight is the brightness of the grey encoded image `mask`, which is 0 where it is transparent.
+    Without `mask`, it is the opacity of the image, whose transparent pixels then keep their stored
+    colours.
 
-    Raises Unusable as `crop` does, with reason "broken_mask" for a mask of another size.
+    Raises Unusable as `crop` does, with reason "broken_mask" for a mask that is damaged, coloured
+    or black throughout, or that has another size than the upright image.
     """
     image = _open(data)
     _check_size(image, min_size, max_aspect)
-    weights = _open(mask) if mask else None
-    if weights and weights.size != image.size:
-        raise Unusable(
-            "broken_mask", f"the mask is {weights.size}, but the image is {image.size} pixels"
-        )
-    if not weights and image.has_transparency_data:
+    if mask is not None:
+        weights = _read_mask(mask, size_of(data))
+        smallest = (resize, resize) if resize else shape
+        cut = np.asarray(_resize(weights, smallest, shape, place))
+        return np.concatenate([_cropped(image, shape, resize, place), cut[..., None]], -1)
+    weights = None
+    if image.has_transparency_data:
         try:
             rgba = image.convert("RGBA")
         except Exception as error:  # Pillow notices truncated files only here.
@@ -90,6 +95,26 @@ def crop_masked(
     if not weights:
         return np.concatenate([colours, np.full((*shape, 1), 255, np.uint8)], -1)
     return np.concatenate([colours, _cropped(weights, shape, resize, place)[..., :1]], -1)
+
+
+def _read_mask(data: bytes, shape: tuple[int, int]) -> Image.Image:
+    """Return the mask of an image of `shape`, its height and width, in mode L.
+
+    Raises Unusable with reason "broken_mask".
+    """
+    image = _open(data, "broken_mask")
+    try:
+        mask, colours = rgb.to_mask(image), np.asarray(rgb.to_rgb(image, background="black"))
+    except Exception as error:  # Pillow notices truncated files only here.
+        raise Unusable("broken_mask", f"{type(error).__name__}: {error}") from error
+    if (mask.height, mask.width) != shape:
+        size = f"{shape[1]}x{shape[0]}"
+        raise Unusable("broken_mask", f"it is {mask.width}x{mask.height}, but its image is {size}")
+    if np.ptp(colours, axis=-1).max() > _GREY:
+        raise Unusable("broken_mask", "it has colours: save it in grey, with white where it counts")
+    if (brightest := int(np.max(mask))) < _DARK:
+        raise Unusable("broken_mask", f"its brightest pixel is {brightest} of 255: white counts")
+    return mask
 
 
 def _check_size(image: Image.Image, min_size: int, max_aspect: float) -> None:
@@ -156,14 +181,14 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
     return out.getvalue()
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, reason: str = "broken_image") -> Image.Image:
     try:
         return untrusted.open_image(data)
     except UnidentifiedImageError as error:
         start = f"no image begins with {data[:16]!r}" if data else "the file is empty"
-        raise Unusable("broken_image", start) from error
+        raise Unusable(reason, start) from error
     except Exception as error:  # Pillow's decoders raise many types.
-        raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
+        raise Unusable(reason, f"{type(error).__name__}: {error}") from error
 
 
 def _decode(

@@ -417,5 +417,5 @@ class DecodedPictures(Pictures):
 
 def _checksum(record: Record) -> int:
     text = f"{record.text}{record.numbers or ''}"
-    pictures = zlib.crc32(record.mask, zlib.crc32(record.image))
+    pictures = zlib.crc32(record.mask or b"", zlib.crc32(record.image))
     return zlib.crc32(text.encode("utf-8", "surrogatepass"), pictures)

@@ -43,7 +43,7 @@ class Record(NamedTuple):
     """The name of the record in messages, such as its path."""
     numbers: Mapping[str, Any] = {}
     """The values of data.fields as they are stored, keyed by Field.name, or Unusable errors."""
-    mask: bytes = b""
+    mask: bytes | None = None
     """The contents of the image file of the loss's weights, with data.loss_mask="file"."""
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags, logging
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from diffusion_jax import files
 from diffusion_jax.files import rgb, untrusted
@@ -131,27 +131,15 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> InputPictures
 def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
     """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
 
-    Its colours are those of training (see rgb.to_rgb), but transparent pixels of a mask become
-    black. `name` is the image's name in error messages.
+    See rgb.to_rgb and rgb.to_mask. `name` is the image's name in error messages.
 
     Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
     shows other colours than black and white.
     """
     try:
-        flat = rgb.to_rgb(image, background="black" if mode == "L" else "white")
+        return rgb.to_mask(image) if mode == "L" else rgb.to_rgb(image)
     except ValueError as error:
         raise ValueError(f"{name} has {error}") from error
-    flat = flat.convert(mode)
-    if mode == "RGB" or not image.has_transparency_data:
-        return flat
-    alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
-    opaque = np.asarray(flat)[alpha == 255]
-    if ((opaque > 15) & (opaque < 240)).any():
-        raise ValueError(
-            f"{name} is a picture with transparent parts, which does not say what to redraw: give "
-            "a mask that is white at the parts to redraw and black elsewhere"
-        )
-    return flat
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:

@@ -62,6 +62,26 @@ def to_rgb(
     return converted
 
 
+def to_mask(image: Image.Image) -> Image.Image:
+    """Return a mask as an image of mode L, as `to_rgb` does, with black for transparent pixels.
+
+    Raises:
+        ValueError: as `to_rgb`, or if an image with transparent parts shows other colours than
+            black and white, which does not say what the mask is.
+        OSError, SyntaxError and others: the image is damaged.
+    """
+    flat = to_rgb(image, background="black").convert("L")
+    if image.has_transparency_data:
+        alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
+        opaque = np.asarray(flat)[alpha == 255]
+        if ((opaque > 15) & (opaque < 240)).any():
+            raise ValueError(
+                "transparent parts and colours, which do not say what is masked: give a mask that "
+                "is black and white"
+            )
+    return flat
+
+
 def _converted(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)  # `convert` copies every image.
 

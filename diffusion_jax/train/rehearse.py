@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from diffusion_jax import files, heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run, read
+from diffusion_jax.data.pipeline import LOSS_MASK
 from diffusion_jax.devices import hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.files import folder_lock, sheets
@@ -121,13 +122,20 @@ def _sample(pictures: Any) -> str:
     them are damaged than data.max_broken allows.
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLED).astype(int))
-    before, start, count = collections.Counter(pictures.skipped()), time.monotonic(), 0
+    before, start = collections.Counter(pictures.skipped()), time.monotonic()
+    count = masked = 0
     for first in range(0, len(rows), _READ_AT_ONCE):
         chunk = rows[first : first + _READ_AT_ONCE]
-        pictures.read(chunk)
+        masks = pictures.columns(chunk).mask
+        masked += 0 if masks is None else int((masks < 255).sum())
         count += len(chunk)
         if time.monotonic() - start > _SECONDS:
             break
+    if masks is not None and not masked:
+        logging.warning(
+            "data.loss_mask has no effect on the %d pictures that were read: every pixel of them "
+            "counts in full", count
+        )  # fmt: skip
     skipped = collections.Counter(pictures.skipped()) - before
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
     return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
@@ -258,7 +266,7 @@ def _count(tree: Any) -> int:
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
     """Return a text with the shapes of a batch's rows, and the range of text lengths in tokens."""
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}".strip() for k, x in example.items()]
-    masks = [x for name, x in example.items() if name.endswith("mask")]
+    masks = [x for name, x in example.items() if name.endswith("mask") and name != LOSS_MASK]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
     if not lengths:
         return ", ".join(shapes)

@@ -21,8 +21,7 @@ from jax.sharding import AbstractMesh
 from diffusion_jax.devices import flops, sharding
 from diffusion_jax.train import loop, memory, optimizer
 from launch.accelerators import KINDS
-from launch.planner import audit, compiling, cycles, pallas
-from launch.planner.audit import Audit
+from launch.planner import compiling, cycles, pallas
 from launch.planner.cycles import Cost
 from launch.planner.tasks import PlannedTask
 
@@ -73,7 +72,6 @@ class Profile(NamedTuple):
     """The most expensive instructions, with the largest estimates first."""
     unknown: int
     """Number of kernels without an estimate, which count as 0 cycles."""
-    audit: Audit
 
     @property
     def total(self) -> float:
@@ -112,7 +110,6 @@ class Profile(NamedTuple):
             "mfu": self.mfu,
             "compile_seconds": self.seconds,
             "unknown_kernels": self.unknown,
-            "audit": self.audit._asdict(),
         }
 
 
@@ -248,7 +245,6 @@ def measured(program: compiling.CompiledProgram, kind: str, label: str, work: fl
         seconds=program.seconds,
         costliest=rows[:COSTLIEST],
         unknown=unknown,
-        audit=audit.audit(program),
     )
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -45,8 +44,6 @@ class CompiledProgram(NamedTuple):
     """Temporary memory per device in bytes."""
     seconds: float
     """Compile time in seconds."""
-    products: int
-    """Number of convolutions and matrix products before compilation."""
 
 
 class Compiled(NamedTuple):
@@ -177,8 +174,7 @@ def compile_for(
 
     result = cached("program", [source, *place, *versions()], compile_it)
     text = zlib.decompress(base64.b64decode(result["packed"])).decode()
-    products = len(re.findall(r"stablehlo\.(?:dot_general|convolution)", source))
-    return CompiledProgram(text, result["temporary"], result["seconds"], products)
+    return CompiledProgram(text, result["temporary"], result["seconds"])
 
 
 def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:

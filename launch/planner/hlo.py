@@ -1,50 +1,16 @@
 """Parser for the text form (HLO) of XLA's compiled programs, with execution counts."""
 
-import functools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-ITEMSIZE: Mapping[str, int] = {
-    "pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
-    "f64": 8, "s64": 8, "u64": 8,
-}  # fmt: skip
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(
     r"(?:to_apply|called_computations|branch_computations|true_computation|false_computation)"
     r"=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
 )
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
-
-
-class Array(NamedTuple):
-    """Shape, dtype and memory layout of an array in a compiled program."""
-
-    dtype: str
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    """Axes from the fastest-varying (its elements are adjacent in memory) to the slowest."""
-    tiles: str
-    """Tiling as a string, such as T(8,128)(2,1); "" for none."""
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes without padding."""
-        return ITEMSIZE.get(self.dtype, 4) * math.prod(self.sizes)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Size in bytes with padding to full TPU tiles, such as T(8,128)."""
-        match = re.search(r"T\(([\d,]+)\)", self.tiles)
-        if not match or not self.sizes:
-            return self.bytes
-        tile = [int(n) for n in match[1].split(",")][::-1]
-        sizes = [self.sizes[axis] for axis in self.order]
-        sizes += [1] * (len(tile) - len(sizes))
-        padded = [-(-n // t) * t for n, t in zip(sizes, tile, strict=False)]
-        return ITEMSIZE.get(self.dtype, 4) * math.prod(padded + sizes[len(padded) :])
+_SIZES = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
 
 
 class Instruction(NamedTuple):
@@ -62,10 +28,6 @@ class Instruction(NamedTuple):
         """Name of the JAX operation that this instruction computes; "" if the compiler added it."""
         match = re.search(r'op_name="([^"]*)"', self.arguments)
         return match[1] if match else ""
-
-    @property
-    def results(self) -> list[Array]:
-        return arrays(self.shape)
 
     @property
     def operands(self) -> list[str]:
@@ -97,25 +59,12 @@ class HloProgram(NamedTuple):
             return [instruction]
         return [i for inner in self.computations[called[1]] for i in self.inside(inner)]
 
-    def sequences(self) -> Iterator[tuple[Sequence[Instruction], int]]:
-        """Yield (instructions in program order, number of executions) for each computation.
-
-        The computations are the main one and the bodies of loops, calls and conditionals.
-        """
-        return self._sequences(self.entry, 1)
-
     def _run(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
         for instruction in self.computations[name]:
             for body, turns in self._bodies(instruction):
                 yield from self._run(body, times * turns)
             if instruction.opcode not in ("while", "call", "conditional"):
                 yield instruction, times
-
-    def _sequences(self, name: str, times: int) -> Iterator[tuple[Sequence[Instruction], int]]:
-        yield self.computations[name], times
-        for instruction in self.computations[name]:
-            for body, turns in self._bodies(instruction):
-                yield from self._sequences(body, times * turns)
 
     def _bodies(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Return (name, executions) for each computation that an instruction runs.
@@ -170,8 +119,6 @@ def read(text: str) -> HloProgram:
     return HloProgram(computations, entry)
 
 
-@functools.lru_cache(maxsize=2**14)
-def arrays(shape: str) -> list[Array]:
-    """Parse an HLO shape, or a tuple of shapes, such as "(bf16[8,128]{1,0}, f32[])"."""
-    numbers = lambda text: tuple(int(n) for n in (text or "").split(",") if n)
-    return [Array(d, numbers(s), numbers(o), t or "") for d, s, o, t in _ARRAY.findall(shape)]
+def sizes(shapes: str) -> list[tuple[int, ...]]:
+    """Return the sizes of each array in a text such as "(bf16[8,128]{1,0}, f32[])"."""
+    return [tuple(int(n) for n in found.split(",") if n) for found in _SIZES.findall(shapes)]

@@ -72,11 +72,10 @@ def grid_of(instruction: Instruction) -> KernelGrid | None:
     operands = _OPERANDS.search(instruction.arguments)
     if not match or not operands:
         return None
-    mask, _, q, k, *_ = hlo.arrays(operands[1])
-    *rows, queries, head_dim = q.sizes
-    steps = math.prod(rows) * math.prod(mask.sizes[-2:])
+    mask, _, (*rows, queries, head_dim), k, *_ = hlo.sizes(operands[1])
+    steps = math.prod(rows) * math.prod(mask[-2:])
     masked = "segmented" in instruction.name
-    return KernelGrid(queries, k.sizes[-2], head_dim, steps, match[1] == "dkv", masked)
+    return KernelGrid(queries, k[-2], head_dim, steps, match[1] == "dkv", masked)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh
 
-from launch.planner import audit, blocks, compiling, cycles, estimate
+from launch.planner import blocks, compiling, cycles, estimate
 from launch.planner.blocks import NetworkBlock, Profile
 from launch.planner.tasks import PlannedTask
 
@@ -87,7 +87,6 @@ def total(
         temporary=None,
         seconds=sum(part.seconds for _, part in rows) + update.seconds,
         unknown=sum(times * part.unknown for times, part in calls),
-        audit=audit.added([(times, part.audit) for times, part in [*calls, (1, update)]]),
     )
 
 
@@ -125,4 +124,4 @@ def table(profile: Profile) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if profile.unknown:
         rows.append(("not counted", f"{profile.unknown} kernels without an estimate"))
-    return [*rows, *(("audit", line) for line in audit.lines(profile.audit))]
+    return rows

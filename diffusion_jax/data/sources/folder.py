@@ -161,7 +161,7 @@ class Folder(Records):
                 if isinstance(contents, Unusable)
                 else records.read_numbers(contents, of_file)
             )
-        mask = self._contents(self._masks[name]) if self._masks else b""
+        mask = self._contents(self._masks[name]) if self._masks else None
         if isinstance(mask, Unusable):
             return Record(b"", mask, name)
         return Record(image, text, name, numbers, mask)

@@ -1,11 +1,13 @@
 """Masks of the loss, from the opacity of pictures and from files beside them."""
 
+import io
+
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
 from diffusion_jax.config.settings import Data, check_loss_mask
-from diffusion_jax.data import pipeline, sources
+from diffusion_jax.data import decoding, pipeline, sources
 from diffusion_jax.data.mixture import Mixture
 
 SIDE = 8
@@ -73,6 +75,56 @@ def test_a_file_beside_a_picture_is_its_mask_and_no_picture_itself(tmp_path):
     (tmp_path / "a" / "2.mask.png").unlink()
     with pytest.raises(ValueError, match=r"1 of 4 images in .* have no file \.mask\.png beside"):
         opened(tmp_path / "a", "file")
+
+
+def png(image, **options):
+    file = io.BytesIO()
+    image.save(file, "png", **options)
+    return file.getvalue()
+
+
+def weights(mask, image=None):
+    """Return the weights of a picture's pixels under an encoded mask."""
+    image = image or png(Image.fromarray(PIXELS[0, ..., :3]))
+    return decoding.crop_masked(image, (SIDE, SIDE), mask=mask)[..., 3]
+
+
+def test_a_mask_is_compared_with_the_upright_picture_and_turned_by_its_own_tag():
+    wide = np.zeros((SIDE, 2 * SIDE), np.uint8)
+    wide[:, :SIDE], wide[0] = 255, 128
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turn by 90 degrees clockwise.
+    image = png(Image.new("RGB", (2 * SIDE, SIDE)), exif=exif)
+    turned = np.rot90(wide, -1)
+    middle = turned[SIDE // 2 : SIDE // 2 + SIDE]
+    np.testing.assert_array_equal(weights(png(Image.fromarray(wide), exif=exif), image), middle)
+    np.testing.assert_array_equal(weights(png(Image.fromarray(turned)), image), middle)
+    with pytest.raises(decoding.Unusable, match="broken_mask: it is 16x8, but its image is 8x16"):
+        weights(png(Image.fromarray(wide)), image)
+
+
+def test_transparent_parts_of_a_mask_do_not_count():
+    white = np.full((SIDE, SIDE, 4), 255, np.uint8)
+    white[:, :3, 3] = 0
+    np.testing.assert_array_equal(weights(png(Image.fromarray(white))), white[..., 3])
+    palette = Image.fromarray((white[..., 3] > 0).astype(np.uint8)).convert("P")
+    palette.putpalette([255, 255, 255] * 2)
+    np.testing.assert_array_equal(weights(png(palette, transparency=0)), white[..., 3])
+
+
+def test_a_mask_that_does_not_say_what_counts_is_unusable():
+    partly = np.full((SIDE, SIDE, 4), 120, np.uint8)
+    partly[:4, :, 3] = 255
+    for mask, message in (
+        (png(Image.new("RGB", (SIDE, SIDE), (0, 255, 0))), "it has colours: save it in grey"),
+        (png(Image.fromarray(np.eye(SIDE, dtype=np.uint8))), "its brightest pixel is 1 of 255"),
+        (png(Image.new("L", (SIDE, SIDE))), "its brightest pixel is 0 of 255"),
+        (b"", "the file is empty"),
+        (png(Image.fromarray(PIXELS[0, ..., 3]))[:60], "OSError: "),
+        (png(Image.fromarray(partly)), "ValueError: transparent parts and colours"),
+    ):
+        with pytest.raises(decoding.Unusable, match=f"^broken_mask: {message}"):
+            weights(mask)
 
 
 def test_a_batch_holds_masks_that_are_mirrored_with_their_pictures(tmp_path):

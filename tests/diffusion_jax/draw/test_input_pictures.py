@@ -76,7 +76,7 @@ def test_transparent_pixels_become_white_in_a_picture_and_black_in_a_mask():
     assert np.asarray(input_pictures.upright(image, "RGB", "image"))[0, :, 0].tolist() == [255, 255]
     # A coloured picture with a transparent part cannot be a mask.
     image.putpixel((1, 0), (255, 0, 0, 255))
-    with pytest.raises(ValueError, match=r"^mask is a picture with transparent parts, which does"):
+    with pytest.raises(ValueError, match=r"^mask has transparent parts and colours, which do not"):
         input_pictures.upright(image, "L", "mask")
 
 
