@@ -202,17 +202,14 @@ def start(*, alone: bool = False) -> None:
     if not alone:
         with bad_input():
             distributed.join()
-            _check_platform()
-
-
-def _check_platform() -> None:
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
-        raise ValueError(
-            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but JAX finds no such "
-            "device: install the plugin for this device (see README), or unset JAX_PLATFORMS"
-        ) from error
+            try:
+                jax.devices()
+            except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
+                raise ValueError(
+                    f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but JAX finds no "
+                    "such device: install the plugin for this device (see README), or unset "
+                    "JAX_PLATFORMS"
+                ) from error
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ Each stage of a cascade has its own checkpoint, sampler and guidance. A notebook
 `draw` as a contact sheet.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diffusion_jax.devices import sharding
@@ -113,7 +114,19 @@ def open_stages(
     typed = [options.read(OPTIONS, of_stage) for of_stage in values]
     fields = [options.fields(OPTIONS, of_stage) for of_stage in typed]
     settings = [read_run(*run) for run in zip(workdirs, fields, strict=True)]
-    check_chain(list(zip(map(str, workdirs), settings, strict=True)))
+    # Each stage must draw images of the size that the next one enlarges.
+    runs = list(zip(map(str, workdirs), settings, strict=True))
+    for (before, a), (after, b) in itertools.pairwise(runs):
+        if b.super_resolution.factor == 1:
+            raise ValueError(
+                f"{after} is a base model, which enlarges nothing: name it first, or leave it out"
+            )
+        if b.input_size != a.output_size:
+            raise ValueError(
+                f"{before} draws images of {a.output_size} pixels, but {after} enlarges images of "
+                f"{b.input_size} pixels to {b.output_size}: add a stage between them, or choose a "
+                f"stage that enlarges images of {a.output_size} pixels"
+            )
     encoders: Encoders = {}
     stages = [
         load_stage(*run, embedded=embedded, encoders=encoders)
@@ -181,31 +194,8 @@ def load_stage(
     )
 
 
-def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:
-    """Return the settings of a run, with new values, keyed by config field, in `fields`.
-
-    Raises FileNotFoundError if there is no run, and ValueError if a value is invalid for it.
-    """
-    return stage_module.read_run(workdir, fields, "imagen_jax")
-
-
-def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
-    """Raise ValueError if a stage does not draw images of the size that the next stage enlarges.
-
-    This is also the case if the next stage is a base model, which enlarges nothing. `stages` holds
-    the workdir and the settings of each stage.
-    """
-    for (before, a), (after, b) in itertools.pairwise(stages):
-        if b.super_resolution.factor == 1:
-            raise ValueError(
-                f"{after} is a base model, which enlarges nothing: name it first, or leave it out"
-            )
-        if b.input_size != a.output_size:
-            raise ValueError(
-                f"{before} draws images of {a.output_size} pixels, but {after} enlarges images of "
-                f"{b.input_size} pixels to {b.output_size}: add a stage between them, or choose a "
-                f"stage that enlarges images of {a.output_size} pixels"
-            )
+read_run = functools.partial(stage_module.read_run, system="imagen_jax")
+"""(workdir, fields) -> the Settings of a run, as in stage.read_run."""
 
 
 def output_shapes(settings: Sequence[Settings]) -> list[tuple[int, int]]:

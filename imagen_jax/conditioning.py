@@ -4,8 +4,8 @@ In the shapes, B is the batch size, L the number of text tokens, D the width of 
 E = 4 * unet.embed_dim the width of the time embedding.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -14,39 +14,37 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.config import named
+from diffusion_jax.config.ranges import WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import counts_keys, valid_first
 from diffusion_jax.nn.layers import dense, layer_norm
 from diffusion_jax.nn.picture_fields import with_fields
-from imagen_jax.layers import bicubic_upsample
+from imagen_jax.attention import BLOCKS
+from imagen_jax.layers import Network, bicubic_upsample
 
 POOLING = ("attention", "mean")
 
 
-@runtime_checkable
-class Pictured(Protocol):
-    """The fields of a UNet that determine the images among its inputs."""
+class Conditioned(Network):
+    """Base class of NeMo's UNets, with the fields that they share."""
 
-    image_size: int
-    noise_aug: bool
-
-    @property
-    def low_res(self) -> bool:
-        """Whether a low-resolution image is one of the inputs."""
-        ...
-
-
-@runtime_checkable
-class Conditioned(Pictured, Protocol):
-    """The fields of a UNet that `condition` reads."""
-
-    embed_dim: int
-    text_pooling: str
-    learned_time_dim: int
-    null_token: bool
-    attention_impl: str
-    dtype: DTypeLike
-    param: Callable
+    embed_dim: Width = 256
+    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
+    times as wide."""
+    attention: Annotated[str, BLOCKS] = "fused"
+    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
+    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
+    text_pooling: Annotated[str, POOLING] = "attention"
+    """How the tokens of a text become one vector for the residual blocks: their learned weighted
+    mean ("attention") or their plain mean ("mean")."""
+    learned_time_dim: WholeNumber = 0
+    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
+    are fixed."""
+    null_token: bool = False
+    """Whether to add one learned token to every text."""
+    scale_shift: bool = True
+    """Whether the time and the text scale and shift the activations of a residual block (True), or
+    are only added to them (False)."""
 
 
 def condition(
@@ -106,7 +104,7 @@ def required(value: Array | None, name: str, field: str) -> Array:
     return value
 
 
-def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
+def example_inputs(unet: Any, text_width: int) -> dict[str, Any]:
     """Return example inputs for `unet`: one image and one valid text token, both all zeros."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
@@ -133,7 +131,7 @@ def check_conditioning(unet: Conditioned) -> None:
     check_low_res(unet)
 
 
-def check_low_res(unet: Pictured) -> None:
+def check_low_res(unet: Any) -> None:
     """Raise ValueError if `noise_aug` is set for a UNet without a low-resolution image."""
     if unet.noise_aug and not unet.low_res:
         raise ValueError(

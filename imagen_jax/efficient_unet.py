@@ -21,19 +21,17 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Count, Counts, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
-from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_width, unit
+from imagen_jax.conditioning import Conditioned, check_conditioning, condition, with_low_res
+from imagen_jax.layers import ConvTranspose, ResBlock, check_width, unit
 
 
-class EfficientUNet(Network):
+class EfficientUNet(Conditioned):
     """Imagen's efficient UNet for super-resolution models (unet.kind "efficient").
 
     The text tokens that attention sees have the width of the text embeddings.
     """
 
     embed_dim: Width = 128
-    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
-    times as wide."""
     channel_mult: Multiples = (1, 2, 4, 8, 8)
     """Number of channels of each level, in multiples of `embed_dim`. Each level but the deepest
     halves the resolution."""
@@ -42,24 +40,10 @@ class EfficientUNet(Network):
     of level 0 work at half of the full resolution."""
     attention_levels: Annotated[Sequence[int], Interval("[0, inf)"), [()]] = (3, 4)
     """Levels with attention after their residual blocks, both on the way down and on the way up."""
-    attention: Annotated[str, BLOCKS] = "fused"
-    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
-    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
     num_heads: WholeNumber = 0
     """Number of attention heads. If it is 0, `head_dim` determines the number."""
-    text_pooling: Annotated[str, POOLING] = "attention"
-    """How the tokens of a text become one vector for the residual blocks: their learned weighted
-    mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: WholeNumber = 0
-    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
-    are fixed."""
-    null_token: bool = False
-    """Whether to add one learned token to every text."""
     init_kernel: Count = 3
     """Side of the first convolution's kernel in pixels; it must be odd."""
-    scale_shift: bool = True
-    """Whether the time and the text scale and shift the activations of a residual block (True), or
-    are only added to them (False)."""
     scale_skips: bool = True
     """Whether to scale the shortcuts of residual blocks by 1 / sqrt(2)."""
 
@@ -135,15 +119,6 @@ class EfficientUNet(Network):
         return block(head_dim, self.attention_impl, self.dtype, name=name)
 
 
-def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the number of channels of each attention block.
-
-    On the way up, the blocks of a level have the number of channels of the next shallower level.
-    """
-    widths = [unet.embed_dim * m for m in unet.channel_mult]
-    return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
-
-
 def check(unet: EfficientUNet, text_width: int) -> None:
     """Raise ValueError if the fields contradict each other or do not fit the text width."""
     check_layers(unet)
@@ -173,9 +148,17 @@ def check_layers(unet: EfficientUNet) -> None:
         check_width(f"embed_dim * {mult}", unet.embed_dim * mult)
     if unet.init_kernel % 2 == 0:
         raise ValueError(f"unet.init_kernel is {unet.init_kernel}: it must be odd")
-    widths = attention_widths(unet)
+    # On the way up, the blocks of a level have the width of the next shallower level.
+    widths = [unet.embed_dim * m for m in unet.channel_mult]
+    widths = [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
     if unet.num_heads:
-        _check_num_heads(widths, unet.num_heads)
+        for width in widths:
+            if unet.num_heads < 0 or width % unet.num_heads:
+                raise ValueError(
+                    f"unet.num_heads {unet.num_heads} does not divide the width {width} of a level "
+                    "with attention: choose a divisor of this width, or set it to 0 and set "
+                    "unet.head_dim"
+                )
         head_dims = {width // unet.num_heads for width in widths}
     else:
         check_heads(widths, unet.head_dim)
@@ -192,12 +175,3 @@ def check_text_width(unet: EfficientUNet, text_width: int) -> None:
             "EfficientUNet normalises the text in 32 groups: choose a multiple of 32, or set "
             "unet.attention='self'"
         )
-
-
-def _check_num_heads(widths: Sequence[int], num_heads: int) -> None:
-    for width in widths:
-        if num_heads < 0 or width % num_heads:
-            raise ValueError(
-                f"unet.num_heads {num_heads} does not divide the width {width} of a level with "
-                "attention: choose a divisor of this width, or set it to 0 and set unet.head_dim"
-            )

@@ -92,7 +92,12 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     captions, texts = (prompts, prompts) if prompts else _embeddings()
     paths = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
     paths |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    low_res = _low_res(len(captions))
+    images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
+    if images and len(images) != len(captions):
+        raise ValueError(
+            f"--low_res has {len(images)} pictures for {len(captions)} texts: give one per text"
+        )
+    low_res = [np.asarray(image) for image in images]
     return model, Inputs(captions, texts, pictures, low_res, batch_sizes, paths, _ALL_SIZES.value)
 
 
@@ -101,19 +106,6 @@ def _embeddings() -> tuple[list[str], list[np.ndarray]]:
     paths = [files.path(path) for path in _EMBEDDINGS.value]
     arrays = [embeddings.read(path.read_bytes(), str(path)) for path in paths]
     return [path.stem for path in paths], arrays
-
-
-def _low_res(num_texts: int) -> list[np.ndarray]:
-    """Return the pictures of --low_res, uint8 [h, w, 3].
-
-    Raises ValueError if their number is not the number of texts.
-    """
-    images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
-    if images and len(images) != num_texts:
-        raise ValueError(
-            f"--low_res has {len(images)} pictures for {num_texts} texts: give one per text"
-        )
-    return [np.asarray(image) for image in images]
 
 
 if __name__ == "__main__":

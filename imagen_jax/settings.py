@@ -8,17 +8,6 @@ from typing import Annotated, Any, NamedTuple
 from diffusion_jax import systems
 from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
-from diffusion_jax.config.settings import (
-    Data,
-    Evaluation,
-    Heldout,
-    Log,
-    Lora,
-    MeshShape,
-    Optimizer,
-    Run,
-    Text,
-)
 from diffusion_jax.diffusion import groups, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.guidance import ThresholdName
@@ -86,22 +75,22 @@ class Sampler(groups.Sampler):
 class Settings(NamedTuple):
     """The checked settings of a config."""
 
-    run: Run
+    run: settings.Run
     unet: UNet | EfficientUNet | MagnitudeUNet | Transformer
     unet_weights: str
     """The weights that training starts from, or that LoRA adapts: a workdir or a NeMo checkpoint;
     "" for random weights."""
-    text: Text
+    text: settings.Text
     diffusion: Diffusion
     super_resolution: SuperResolution
     sampler: Sampler
-    optimizer: Optimizer
-    mesh: MeshShape
-    evaluation: Evaluation
-    heldout: Heldout
-    log: Log
-    data: Data
-    lora: Lora
+    optimizer: settings.Optimizer
+    mesh: settings.MeshShape
+    evaluation: settings.Evaluation
+    heldout: settings.Heldout
+    log: settings.Log
+    data: settings.Data
+    lora: settings.Lora
 
     @property
     def output_size(self) -> int:
@@ -189,7 +178,19 @@ def _check_sizes(s: Settings) -> None:
         )
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=resize)
     if factor == 1:
-        _check_output_shape(s)
+        _, unit = s.crop_sides
+        shape = s.output_shape
+        for name, side in zip(("height", "width"), shape, strict=True):
+            if side % unit:
+                raise ValueError(
+                    f"sampler.{name} is {side}: for this model it must be a multiple of {unit} "
+                    "pixels"
+                )
+        if s.evaluation.every and shape[0] != shape[1]:
+            raise ValueError(
+                f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, "
+                "but only square images can be scored: set both to 0, or set evaluation.every to 0"
+            )
     if factor > 1 and s.evaluation.every:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every}, but a super-resolution model cannot draw "
@@ -199,26 +200,6 @@ def _check_sizes(s: Settings) -> None:
         raise ValueError(
             f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
             f"unet.image_size, which is {size}"
-        )
-
-
-def _check_output_shape(s: Settings) -> None:
-    """Raise ValueError if a base model cannot draw or score images of the configured size.
-
-    The fields sampler.height and sampler.width set this size. Scoring during training, which
-    evaluation.every turns on, needs square images.
-    """
-    _, unit = s.crop_sides
-    shape = s.output_shape
-    for name, side in zip(("height", "width"), shape, strict=True):
-        if side % unit:
-            raise ValueError(
-                f"sampler.{name} is {side}: for this model it must be a multiple of {unit} pixels"
-            )
-    if s.evaluation.every and shape[0] != shape[1]:
-        raise ValueError(
-            f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, but "
-            "only square images can be scored: set both to 0, or set evaluation.every to 0"
         )
 
 

@@ -18,23 +18,20 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, WholeNumber, Width
+from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
-from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_resolutions, check_width
+from imagen_jax.conditioning import Conditioned, check_conditioning, condition, with_low_res
+from imagen_jax.layers import ConvTranspose, ResBlock, check_resolutions, check_width
 
 
-class UNet(Network):
+class UNet(Conditioned):
     """Imagen's UNet for base models and for small super-resolution models (unet.kind "unet")."""
 
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
     NeMo's models have 1."""
-    embed_dim: Width = 256
-    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
-    times as wide."""
     channel_mult: Multiples = (1, 2, 3, 4)
     """Number of channels of each level, in multiples of `embed_dim`. Each level has half the
     resolution of the previous one."""
@@ -43,24 +40,10 @@ class UNet(Network):
     attention_resolutions: Annotated[Sequence[int], Interval("(0, inf)"), [()]] = (8, 16, 32)
     """The levels with attention, given by their resolutions in patches per side. The middle of the
     network always has attention."""
-    attention: Annotated[str, BLOCKS] = "fused"
-    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
-    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
     cond_dim: Count = 512
     """Width of the text tokens that attention sees."""
-    text_pooling: Annotated[str, POOLING] = "attention"
-    """How the tokens of a text become one vector for the residual blocks: their learned weighted
-    mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: WholeNumber = 0
-    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
-    are fixed."""
-    null_token: bool = False
-    """Whether to add one learned token to every text."""
     init_kernel: Count = 3
     """Side of the kernels of the first and the last convolution, in patches; it must be odd."""
-    scale_shift: bool = True
-    """Whether the time and the text scale and shift the activations of a residual block (True), or
-    are only added to them (False)."""
     resblock_updown: bool = False
     """Whether the resolution is halved and doubled by residual blocks (True) or by single layers
     (False)."""
@@ -184,14 +167,7 @@ def check_layers(unet: UNet) -> None:
     """Raise ValueError if the network's layers cannot be built from its fields."""
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
-    levels = len(unet.channel_mult)
-    blocks = blocks_per_level(unet.num_res_blocks, levels)
-    if len(blocks) != levels:
-        raise ValueError(
-            f"unet.num_res_blocks {blocks} has {len(blocks)} entries, but unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels} levels: give one entry per level, or a "
-            "single number"
-        )
+    blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     for mult, width in zip(unet.channel_mult, widths, strict=True):
         check_width(f"embed_dim * {mult}", width)

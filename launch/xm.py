@@ -20,9 +20,9 @@ from typing import Any
 
 from absl import flags
 
+from launch import gke
 from launch import job as jobs
 from launch.accelerators import Target
-from launch.gke import folder as in_bucket
 from launch.job import Job, Launcher
 
 _EXECUTOR = flags.DEFINE_enum(
@@ -37,7 +37,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     """
     del groups
     check(job, target, _EXECUTOR.value)
-    folder = str if _EXECUTOR.value == "local" else lambda workdir: in_bucket(job, workdir)
+    folder = str if _EXECUTOR.value == "local" else lambda workdir: gke.folder(job, workdir)
     return Launcher(
         render=lambda run: shlex.join(["python", "-m", *jobs.command(run, folder(run.workdir))]),
         submit=lambda lines: _submit(job, target, lines),
@@ -70,15 +70,7 @@ def check(job: Job, target: Target, executor: str) -> None:
                 f"{text!r} (in job.overrides, job.flags, job.sweep or job.env) holds '$(', which "
                 "Vertex expands as a variable: use launch.gke"
             )
-    if not job.image:
-        raise ValueError(
-            "job.image is empty: build an image with launch/Dockerfile, push it, and name it with "
-            "--job.image=REGISTRY/NAME:TAG"
-        )
-    if not job.workdir.startswith("gs://"):
-        raise ValueError(
-            f"job.workdir is {job.workdir!r}: choose a folder in a bucket, such as gs://BUCKET/runs"
-        )
+    gke.check(job)
 
 
 def _submit(job: Job, target: Target, lines: list[str]) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
 from diffusion_jax.config import picture_fields
+from diffusion_jax.devices import programs
 from diffusion_jax.diffusion import guidance_kinds, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
@@ -16,7 +17,7 @@ from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.text.encoder import WEIGHTS
-from sd_jax import editing, masks, previews
+from sd_jax import editing, masks
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Sampler, Settings
@@ -140,7 +141,10 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
     def wrap_denoiser(frozen, denoise):
-        return previews.sketched(denoise, preview, p, frozen["vae"]) if preview else denoise
+        if not preview:
+            return denoise
+        matrix, grey = colours(p, frozen["vae"])
+        return programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
 
     return System(
         unet=unet,
@@ -213,3 +217,18 @@ def attended(
     text = encoder.encode(frozen["text"], dict(batch))[0]
     padding = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, padding), (0, 0)))
+
+
+def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
+    """Return a linear approximation of the VAE's decoder: a matrix [Z, 3] and a colour [3].
+
+    The RGB colour of a scaled latent z is about z @ matrix + colour. The colour is that of a zero
+    latent. The matrix holds the decoder's finite-difference derivatives by each of the Z latent
+    channels, for latents that are constant over the image.
+    """
+    z = p.vae.latent_channels
+    flat = p.latents.to_vae(jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]))
+    latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))
+    images: Any = p.vae.apply(vae_params, latents, method="decode")
+    means = images.mean((1, 2))  # [2 Z + 1, 3]
+    return (means[:z] - means[z:-1]) / 2, means[-1]

@@ -8,18 +8,7 @@ from jaxtyping import Array, Float
 from diffusion_jax import systems
 from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
-from diffusion_jax.config.settings import (
-    MOMENTS,
-    Data,
-    Evaluation,
-    Heldout,
-    Log,
-    Lora,
-    MeshShape,
-    Optimizer,
-    Run,
-    Text,
-)
+from diffusion_jax.config.settings import MOMENTS, Data
 from diffusion_jax.diffusion import editing, groups, objective, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import noise as noise_module
@@ -147,7 +136,7 @@ class Settings(NamedTuple):
     Weights are given by the path of a workdir, a checkpoint file or a diffusers directory.
     """
 
-    run: Run
+    run: settings.Run
     unet: UNet
     unet_weights: str
     """The weights that training starts from, or that LoRA adapts: a workdir, a file or a diffusers
@@ -156,18 +145,18 @@ class Settings(NamedTuple):
     vae_weights: str
     """The weights of the frozen VAE: a workdir, a file or a diffusers directory. Only training on
     moments works without them."""
-    text: Text
+    text: settings.Text
     conditioning: Conditioning
     latents: Latents
     diffusion: Diffusion
     sampler: Sampler
-    optimizer: Optimizer
-    mesh: MeshShape
-    evaluation: Evaluation
-    heldout: Heldout
-    log: Log
+    optimizer: settings.Optimizer
+    mesh: settings.MeshShape
+    evaluation: settings.Evaluation
+    heldout: settings.Heldout
+    log: settings.Log
     data: Data
-    lora: Lora
+    lora: settings.Lora
 
     @property
     def pipeline(self) -> Pipeline:
@@ -213,14 +202,14 @@ class Reconstruction(NamedTuple):
 class AutoencoderSettings(NamedTuple):
     """Checked settings of a config of sd_jax.train_vae."""
 
-    run: Run
+    run: settings.Run
     vae: VAE
     vae_weights: str
     """The VAE's initial weights: a workdir, a file or a diffusers directory; "" for random ones."""
     reconstruction: Reconstruction
-    optimizer: Optimizer
-    mesh: MeshShape
-    log: Log
+    optimizer: settings.Optimizer
+    mesh: settings.MeshShape
+    log: settings.Log
     data: Data
 
     @property

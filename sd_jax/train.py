@@ -84,20 +84,19 @@ def open_batches(
         ValueError: Moments have another size than the config requires, or were computed with
             another VAE.
     """
-    if not uses_moments(s.data):
-        pictures = sources.open_pictures(s.data, s.latents.image_size)
-        lookup.check_captions(s.text, encoder, pictures)
-        return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
-    for path in [part[2] for part in s.data.mixture] or [s.data.path]:
-        moments.check_manifest(path, encoder_identity(s, vae_params))
-        if jax.process_index() == 0:
-            check_originals(path)
-    side = s.latents.image_size // vae_module.factor(s.vae)
-    shape = (side, side, 2 * s.vae.latent_channels)
+    shape, image = None, "image"
+    if uses_moments(s.data):
+        for path in [part[2] for part in s.data.mixture] or [s.data.path]:
+            moments.check_manifest(path, encoder_identity(s, vae_params))
+            if jax.process_index() == 0:
+                check_originals(path)
+        side = s.latents.image_size // vae_module.factor(s.vae)
+        shape, image = (side, side, 2 * s.vae.latent_channels), "moments"
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
     lookup.check_captions(s.text, encoder, pictures)
-    batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
-    batches.example()  # If the moments have another shape, raises an error before compiling.
+    batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, image)
+    if shape:
+        batches.example()  # If the moments have another shape, raises an error before compiling.
     return batches
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax.config import named
 from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
@@ -263,13 +264,7 @@ def transformer_widths(unet: UNet) -> set[int]:
 def check(unet: UNet) -> None:
     """Raise ValueError if a UNet's fields contradict each other."""
     levels = len(unet.channel_mult)
-    blocks = blocks_per_level(unet.num_res_blocks, levels)
-    if len(blocks) != levels:
-        raise ValueError(
-            f"unet.num_res_blocks {blocks} has {len(blocks)} entries, but unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels} levels: give one entry per level, or a "
-            "single number"
-        )
+    blocks_per_level(unet.num_res_blocks, levels)
     for level in unet.attention_levels:
         if not 0 <= level < levels:
             raise ValueError(
@@ -284,11 +279,7 @@ def check(unet: UNet) -> None:
             )
     for width in transformer_widths(unet):
         _check_heads(unet, width)
-    if unet.attention_impl not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"unet.attention_impl is {unet.attention_impl!r}: choose from "
-            f"{', '.join(IMPLEMENTATIONS)}"
-        )
+    named.one_of("unet.attention_impl", unet.attention_impl, IMPLEMENTATIONS)
     if unet.attention_impl == "cudnn" and jnp.dtype(unet.dtype).itemsize != 2:
         raise ValueError(
             "unet.attention_impl is 'cudnn', which needs a 16-bit dtype, but unet.dtype is "

@@ -37,7 +37,6 @@ COMMANDS = {
     "metrics": "diffusion_jax.metrics",
     "rcp": "sd_jax.rcp",
     "coco": "sd_jax.prepare",
-    "scaling": "launch.scaling",
     "slurm": "launch.slurm --job=launch/jobs/quickstart_sweep.py --dry_run",
     "gke": "launch.gke --job=launch/jobs/base64_500m.py --dry_run",
     "text": "diffusion_jax.text",
@@ -198,7 +197,6 @@ rcp | no run is given: name workdirs or logs
 rcp D/none | D/none
 coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not exist
 coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files
-scaling --mfu=2 | mfu
 slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | choose GPUs for Slurm
 slurm --job.accelerator=h100:12 --job.workdir=/shared/x | each host has 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator

@@ -24,7 +24,6 @@ IMPORTERS = {
     "diffusion_jax/metrics/__main__.py",
     "diffusion_jax/report.py",
     "launch/plan.py",
-    "launch/scaling.py",
     "sd_jax/prepare.py",
     "sd_jax/rcp.py",
 }

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -95,7 +95,17 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     if errors and not counts:
         raise errors[0]
     if not counts:
-        _check_unused([f for f in files if kind(f) in _READ], {stem.name for stem in stems})
+        unread = [f for f in files if kind(f) in _READ]
+        named = {stem.name for stem in stems}
+        for file in unread:
+            if file.stem in named:
+                raise ValueError(
+                    f"{file} has the name of a picture in another folder, and no picture has a "
+                    "caption beside it: move each text into the folder of its picture"
+                )
+        if unread:
+            names = ", ".join(map(str, unread[:3])) + ", ..." * (len(unread) > 3)
+            logging.warning("no captions were found: %s belong to no picture", names)
     return _data("folder", path, max(counts, key=lambda place: counts[place], default=""))
 
 
@@ -119,23 +129,6 @@ def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Ite
             except ValueError as error:
                 if suffix != ".json":
                     errors.append(error)
-
-
-def _check_unused(files: Sequence[pathlib.Path], pictures: Collection[str]) -> None:
-    """Log files that may hold captions, but are not read.
-
-    Raises ValueError if a file has the name of a picture in another folder. `pictures` are the
-    names of all pictures without suffix.
-    """
-    for file in files:
-        if file.stem in pictures:
-            raise ValueError(
-                f"{file} has the name of a picture in another folder, and no picture has a caption "
-                "beside it: move each text into the folder of its picture"
-            )
-    if files:
-        names = ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3)
-        logging.warning("no captions were found: %s belong to no picture", names)
 
 
 def _of_tars(path: str, text: str) -> Data:

@@ -18,7 +18,7 @@ from absl import logging
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float, Int, UInt64
 
-from diffusion_jax.config import picture_fields
+from diffusion_jax.config import named, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
@@ -292,8 +292,7 @@ def make_batches(
     Raises:
         ValueError: `crop` is unknown, or batch_size is not a multiple of process_count.
     """
-    if crop not in CROPS:
-        raise ValueError(f"crop is {crop!r}: choose from {', '.join(CROPS)}")
+    named.one_of("crop", crop, CROPS)
     if batch_size < 1 or batch_size % process_count:
         raise ValueError(
             f"batch_size is {batch_size}: it must be a positive multiple of {process_count}, the "

@@ -109,22 +109,15 @@ def apply() -> None:
     kinds = local_kinds()
     os.environ.update(environment(kinds, os.environ))
     if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
-        _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep up to 2 GiB of freed memory.
-
-    On CPUs, XLA allocates a program's temporary memory anew in every call. From 32 MiB on, glibc
-    gets this memory from the kernel, which fills each page with zeros. Filling takes a tenth of the
-    CPU time of a train step. This function calls mallopt, because glibc reads its environment
-    variables only when a process starts.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries lack it.
-    if mallopt is not None:
-        mallopt(_ARENA_MAX, 1)  # One arena: other arenas take large blocks from the kernel.
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        # XLA allocates the temporary memory of a program anew in every call. From 32 MiB on,
+        # glibc gets it from the kernel, which fills each page with zeros: a tenth of the CPU time
+        # of a train step. So make glibc keep up to 2 GiB of freed memory, by mallopt, because glibc
+        # reads its environment variables only when a process starts.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries lack it.
+        if mallopt is not None:
+            mallopt(_ARENA_MAX, 1)  # One arena: other arenas take large blocks from the kernel.
+            mallopt(_MMAP_MAX, 0)
+            mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def release_freed_memory() -> None:

@@ -79,7 +79,9 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions)
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
     if times is None:
         return Grid(sigmas, noise.time)
-    time = _interpolated(sigmas[:-1], times)
+    # Interpolate linearly in ln sigma.
+    log_levels, times = jnp.log(sigmas[-2::-1]), jnp.asarray(times, jnp.float32)[::-1]
+    time = lambda sigma: jnp.interp(jnp.log(sigma), log_levels, times)
     if placement.middles:
         at_levels = time
         time = lambda sigma: jnp.where(jnp.isin(sigma, sigmas), at_levels(sigma), noise.time(sigma))
@@ -287,12 +289,3 @@ def _times_of(noise: Noise, s: Any, sigmas: Sigmas, rounded: Callable | None) ->
         levels[-1] = min(levels[-1], s.sigma_max)
     times = np.interp(np.log(sigmas), np.log(levels), steps)
     return rounded(times) if rounded else times
-
-
-def _interpolated(sigmas: Sigmas, times: Times) -> Callable[[Sigma], Sigma]:
-    """Return a function from sigma to time, which interpolates linearly in ln sigma.
-
-    At the levels `sigmas` of a grid, the function returns `times`.
-    """
-    log_levels, times = jnp.log(sigmas[::-1]), jnp.asarray(times, jnp.float32)[::-1]
-    return lambda sigma: jnp.interp(jnp.log(sigma), log_levels, times)

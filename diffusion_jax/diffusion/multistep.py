@@ -199,7 +199,13 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
         x, begin, m0, m1, h, g = carry
         i, sigma, sigma_next = inputs
         d = denoise(x, same_level(sigma, x))
-        rho_0, rho_1 = _unipc_weights(h, g)
+        # The weights of the corrector, rho_0 * h / g and rho_1; g = 0 marks the first step.
+        phi_1, phi_2, phi_3 = jnp.expm1(-h), -h * phi(2, -h), -h * phi(3, -h)
+        b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
+        rho_0 = (b_1 - b_2) / (1 + g / h)
+        second = g > 0
+        times_ratio = jnp.where(second, rho_0 * h / jnp.where(second, g, 1), 0)
+        rho_0, rho_1 = times_ratio, jnp.where(second, b_1 - rho_0, 0.5)
         r = jnp.exp(-h)
         corrected = r * begin + (1 - r) * (m0 + rho_0 * (m0 - m1) + rho_1 * (d - m0))
         x = jnp.where(i > 0, corrected, x)
@@ -305,19 +311,6 @@ def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
     for j in range(1, k):
         exact = (exact - 1 / math.factorial(j)) / z
     return jnp.where(jnp.abs(z) < 0.5, series, exact)
-
-
-def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
-    """Return (rho_0 * h / g, rho_1), the weights of the corrector of `unipc`.
-
-    g = 0 marks the first step.
-    """
-    phi_1, phi_2, phi_3 = jnp.expm1(-h), -h * phi(2, -h), -h * phi(3, -h)
-    b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
-    rho_0 = (b_1 - b_2) / (1 + g / h)
-    second = g > 0
-    times_ratio = jnp.where(second, rho_0 * h / jnp.where(second, g, 1), 0)
-    return times_ratio, jnp.where(second, b_1 - rho_0, 0.5)
 
 
 # Weights of the current slope and of one, two or three earlier ones.

@@ -79,7 +79,9 @@ class Stage(NamedTuple):
         return self._replace(settings=s, draw=self.programs(s, preview, strength))
 
 
-def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any], system: str) -> Any:
+def read_run(
+    workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}, *, system: str
+) -> Any:
     """Return the settings of a run of `system`, with new values of some config fields.
 
     `fields` holds these values, keyed by config field, such as "sampler.steps".

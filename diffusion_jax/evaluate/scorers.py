@@ -96,7 +96,15 @@ class Scorer:
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
         self._judges, self.guidance = dict(judges), guidance
         self._owners = {name: key for key, judge in judges.items() for name in judge.features}
-        self._metrics = self._chosen(metrics)
+        chosen = {}
+        prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
+        for name in metrics or [n for n, metric in METRICS.items() if not metric.by_name]:
+            try:
+                chosen[name] = self._reference(name, prepare)
+            except LookupError as error:
+                if metrics:
+                    raise ValueError(error.args[0]) from error
+        self._metrics = chosen
 
     @property
     def cards(self) -> dict[str, Card]:
@@ -160,21 +168,6 @@ class Scorer:
             column = table.column(name, self._judges[owner].card)
             scores[owner] |= table.columns(column, score)
         return scores
-
-    def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """Return {metric: result of `_reference`} for the metrics to compute.
-
-        These are `names`, or all metrics that the judges support if `names` is empty.
-        """
-        chosen = {}
-        prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
-        for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
-            try:
-                chosen[name] = self._reference(name, prepare)
-            except LookupError as error:
-                if names:
-                    raise ValueError(error.args[0]) from error
-        return chosen
 
     def _reference(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
         """Return the prepared statistics of real images for a metric, or None if it needs none.

@@ -324,7 +324,13 @@ class Mirror:
             self._folder = folder
             self.local = pathlib.Path(self._opened.enter_context(tempfile.TemporaryDirectory()))
             for name in names:
-                self._bring(name)
+                source = folder / name
+                inside = [source / path for path in source.objects()] or [source] * source.is_file()
+                for path in inside:
+                    local = self.local / path.relative_to(folder)
+                    local.parent.mkdir(parents=True, exist_ok=True)
+                    local.write_bytes(path.read_bytes())
+                    self._sent[local] = None
             self._ended = threading.Event()
             self._thread = threading.Thread(target=self._keep, name="mirror", daemon=True)
             self._thread.start()
@@ -360,16 +366,6 @@ class Mirror:
             self._thread.join()
         with self._opened:
             self.send()
-
-    def _bring(self, name: str) -> None:
-        assert self._folder
-        source = self._folder / name
-        inside = [source / path for path in source.objects()] or [source] * source.is_file()
-        for path in inside:
-            local = self.local / path.relative_to(self._folder)
-            local.parent.mkdir(parents=True, exist_ok=True)
-            local.write_bytes(path.read_bytes())
-            self._sent[local] = None
 
     def _keep(self) -> None:
         while not self._ended.wait(_PAUSE):

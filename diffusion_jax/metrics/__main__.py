@@ -171,7 +171,17 @@ def main(argv: list[str]) -> None:
                 print(f"{out}: {origin} weights of the public file; hash {converted.digest}")
             case ["train_judge"] if _DATA.value and _OUT.value:
                 cli.start()
-                _train_judge(_DATA.value, _OUT.value)
+                trained = train_judge.train(
+                    _DATA.value,
+                    size=_SIZE.value or 64,
+                    seen=_SEEN.value,
+                    seed=_SEED.value,
+                    other=_OTHER.value,
+                )
+                judge.save(trained, _OUT.value)
+                _print_table(
+                    [{"pictures": name, **row} for name, row in trained.card["scores"].items()]
+                )
             case _:
                 print(__doc__, file=sys.stderr)
                 sys.exit(2)
@@ -219,7 +229,24 @@ def _fid(a: str, b: str) -> None:
             "--spatial needs mu_s and sigma_s in both files: write them with `stats --spatial`"
         )
     names += _metrics_of("inception_unbiased") if _ALL.value and generated.more else []
-    card = _card_of(extractor, a, real, generated)
+    counts = [side.gaussian.n for side in (real, generated)]
+    empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
+    card = generated.card or empty
+    size = (real.card or {}).get("image_size")
+    if size is not None and card["image_size"] not in (None, size):
+        sizes = card["image_size"], size
+        logging.warning(
+            "the generated images have the height and width %s, but the real images have %s: this "
+            "difference affects the distance", *sizes,
+        )  # fmt: skip
+    few = [n for n in counts if n is not None and n < _FEW * extractor.width]
+    if few:
+        logging.warning(
+            "there are only %d images for features of %d dimensions: the distance mostly depends "
+            "on the number of images, so compare it only with distances for the same number",
+            few[0], extractor.width,
+        )  # fmt: skip
+    card = card | {"reference": cards.reference_name(a, counts[0])}
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
 
 
@@ -247,14 +274,6 @@ def _score_clip(folder: str) -> None:
         scores |= _scores(_metrics_of("clip_image"), rows, real, column)
         card["reference"] = _REFERENCE.value
     _report(cards.Scored(scores, card))
-
-
-def _train_judge(data: str, out: str) -> None:
-    trained = train_judge.train(
-        data, size=_SIZE.value or 64, seen=_SEEN.value, seed=_SEED.value, other=_OTHER.value
-    )
-    judge.save(trained, out)
-    _print_table([{"pictures": name, **row} for name, row in trained.card["scores"].items()])
 
 
 def _metrics_of(kind: str) -> list[str]:
@@ -333,36 +352,6 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     parts = extractors.split(extractor, stream.features())
     rows, spatial = parts.pop("inception"), parts.pop("inception_spatial")
     return stats_files.Stats(features.gaussian(rows), rows, card, spatial, parts)
-
-
-def _card_of(
-    extractor: extractors.Extractor,
-    path: str,
-    real: stats_files.Stats,
-    generated: stats_files.Stats,
-) -> cards.Card:
-    """Return the card of the generated images, completed with the name of the reference set.
-
-    `real` holds the statistics of the reference set, which were read from `path`.
-    """
-    counts = [side.gaussian.n for side in (real, generated)]
-    empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
-    card = generated.card or empty
-    size = (real.card or {}).get("image_size")
-    if size is not None and card["image_size"] not in (None, size):
-        sizes = card["image_size"], size
-        logging.warning(
-            "the generated images have the height and width %s, but the real images have %s: this "
-            "difference affects the distance", *sizes,
-        )  # fmt: skip
-    few = [n for n in counts if n is not None and n < _FEW * extractor.width]
-    if few:
-        logging.warning(
-            "there are only %d images for features of %d dimensions: the distance mostly depends "
-            "on the number of images, so compare it only with distances for the same number",
-            few[0], extractor.width,
-        )  # fmt: skip
-    return card | {"reference": cards.reference_name(path, counts[0])}
 
 
 def _report(scored: cards.Scored) -> None:

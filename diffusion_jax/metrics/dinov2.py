@@ -133,7 +133,18 @@ def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, St
     Raises:
         ValueError: the weights are not DINOv2's, or have gated MLPs.
     """
-    state = _renamed(state)
+    # Split fused q, k and v into three, and drop the unused mask token.
+    arrays = {}
+    for name, array in state.items():
+        for pattern, ours in _NAMES:
+            name = re.sub(pattern, ours, name)
+        fused = re.match(r"(.*\.)attn\.qkv(\..*)$", name)
+        if fused:
+            thirds = np.split(np.asarray(array), 3)
+            arrays |= {f"{fused[1]}{n}{fused[2]}": a for n, a in zip("qkv", thirds, strict=True)}
+        elif name != "mask_token":
+            arrays[name] = array
+    state = arrays
     if "pos_embed" not in state or "blocks.0.fc1.weight" not in state:
         raise ValueError(
             "the weights are not a DINOv2 with plain MLPs: pos_embed or blocks.0.mlp.fc1 is "
@@ -184,21 +195,6 @@ _NAMES = (
     (r"\.mlp\.", "."),
     (r"\.(layer_scale|ls)([12])\.(lambda1|gamma)$", r".scale\2"),
 )
-
-
-def _renamed(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename arrays, split fused q, k and v into three, and drop the unused mask token."""
-    arrays = {}
-    for name, array in state.items():
-        for pattern, ours in _NAMES:
-            name = re.sub(pattern, ours, name)
-        fused = re.match(r"(.*\.)attn\.qkv(\..*)$", name)
-        if fused:
-            thirds = np.split(np.asarray(array), 3)
-            arrays |= {f"{fused[1]}{n}{fused[2]}": a for n, a in zip("qkv", thirds, strict=True)}
-        elif name != "mask_token":
-            arrays[name] = array
-    return arrays
 
 
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:

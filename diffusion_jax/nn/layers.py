@@ -223,6 +223,12 @@ class _Affine(nn.Module):
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:
     """Return the number of residual blocks at each level of a UNet.
 
-    A single number applies to every level.
+    A single number applies to every level. Raises ValueError for another number of entries.
     """
-    return (num_res_blocks,) * levels if isinstance(num_res_blocks, int) else tuple(num_res_blocks)
+    blocks = (num_res_blocks,) * levels if isinstance(num_res_blocks, int) else num_res_blocks
+    if len(blocks) != levels:
+        raise ValueError(
+            f"unet.num_res_blocks {tuple(blocks)} has {len(blocks)} entries, but unet.channel_mult "
+            f"has {levels} levels: give one entry per level, or a single number"
+        )
+    return tuple(blocks)

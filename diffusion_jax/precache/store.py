@@ -133,7 +133,16 @@ class Store:
             raise ValueError(f"the store {path} is unfinished: continue with\n  {command(path)}")
         for shard in self.manifest["shards"]:
             check_size(self.path / shard["file"], shard["bytes"])
-        self._index = _open_index(self.path, self.manifest["index"])
+        index = self.manifest["index"]
+        check_size(self.path / INDEX, index["bytes"])
+        with (self.path / INDEX).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != index["sha256"]:
+            raise ValueError(
+                f"{self.path / INDEX} is damaged, or does not belong to the manifest: create it "
+                f"again with\n  {command(self.path)}"
+            )
+        self._index = map_safetensors(self.path / INDEX)
         self._keys = self._index["keys"].view(KEY)[:, 0]
         self._shard = functools.lru_cache(_OPEN_SHARDS)(self._map_shard)
 
@@ -168,7 +177,12 @@ class Store:
                 f"{len(missing)} of {len(texts)} captions are not in the store {self.path}, such "
                 f"as {missing[0]!r}: encode the missing ones with\n  {command(self.path)}"
             )
-        batch = self._empty(len(texts))
+        length, width = self.identity["max_tokens"], self.identity["width"]
+        values = np.zeros((len(texts), length, width), FORMATS[self.manifest["format"]])
+        batch = {"text_values": values, "text_mask": np.zeros((len(texts), length), bool)}
+        if self.manifest["format"] == "int8":
+            shape = (len(texts), length, quantize.num_groups(width))
+            batch["text_scales"] = np.zeros(shape, jnp.bfloat16)
         for row, at in enumerate(places.tolist()):
             values, scales = self._rows(at, texts[row])
             batch["text_values"][row, : len(values)] = values
@@ -197,15 +211,6 @@ class Store:
                 f"  {command(self.path, '--verify')}"
             )
         return values, scales
-
-    def _empty(self, rows: int) -> dict[str, np.ndarray]:
-        length, width = self.identity["max_tokens"], self.identity["width"]
-        values = np.zeros((rows, length, width), FORMATS[self.manifest["format"]])
-        batch = {"text_values": values, "text_mask": np.zeros((rows, length), bool)}
-        if self.manifest["format"] == "int8":
-            shape = (rows, length, quantize.num_groups(width))
-            batch["text_scales"] = np.zeros(shape, jnp.bfloat16)
-        return batch
 
     def _map_shard(self, number: int) -> dict[str, np.ndarray]:
         return map_safetensors(self.path / self.manifest["shards"][number]["file"])
@@ -265,18 +270,6 @@ def checksum(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> 
     """Return the CRC-32 of a text's key, embedding values and scales."""
     check = zlib.crc32(_bytes(values), zlib.crc32(_bytes(key)))
     return check if scales is None else zlib.crc32(_bytes(scales), check)
-
-
-def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    check_size(path / INDEX, entry["bytes"])
-    with (path / INDEX).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != entry["sha256"]:
-        raise ValueError(
-            f"{path / INDEX} is damaged, or does not belong to the manifest: create it again with\n"
-            f"  {command(path)}"
-        )
-    return map_safetensors(path / INDEX)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -67,20 +67,8 @@ class Vocabulary(NamedTuple):
         from diffusion_jax.text import meaning  # Rarely needed, and it imports a text encoder.
 
         spelled = lambda cutoff: difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=cutoff)
-        phrases = self._phrases()
-        if len(phrases) > meaning.LARGEST or not meaning.available():
-            return spelled(0.7)
-        meanings = meaning.among(phrases)
-        # At this cutoff, "foox" is a misspelt "fox", but "canine" is not a misspelt "canoe".
-        typed = [] if meanings.is_word(word) else spelled(0.8)
-        return list(dict.fromkeys([*typed, *meanings.nearest(word, _SIMILAR)]))[:_SIMILAR]
-
-    def _phrases(self) -> frozenset[str]:
-        """Return the phrases to compare with an unknown word.
-
-        They are the beginnings of examples with at most three words, without an article, and the
-        words that occur outside of these beginnings.
-        """
+        # Compare with the beginnings of examples with at most three words, without an article, and
+        # with the words that occur outside of these beginnings.
         short, outside = set[str](), set[str]()
         for example in self.examples:
             beginning, _, rest = " ".join(example.lower().split()).partition(",")
@@ -91,7 +79,13 @@ class Vocabulary(NamedTuple):
                 short.add(phrase)
             outside |= set(hashed.words(rest))
         inside = {word for phrase in short for word in hashed.words(phrase)}
-        return frozenset(short | (self.words - inside) | (self.words & outside))
+        phrases = frozenset(short | (self.words - inside) | (self.words & outside))
+        if len(phrases) > meaning.LARGEST or not meaning.available():
+            return spelled(0.7)
+        meanings = meaning.among(phrases)
+        # At this cutoff, "foox" is a misspelt "fox", but "canine" is not a misspelt "canoe".
+        typed = [] if meanings.is_word(word) else spelled(0.8)
+        return list(dict.fromkeys([*typed, *meanings.nearest(word, _SIMILAR)]))[:_SIMILAR]
 
 
 def of(captions: Iterable[str]) -> Vocabulary:

@@ -233,7 +233,22 @@ def adam(
     *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, moment_dtype: str = "float32"
 ) -> optax.GradientTransformation:
     """Adam (Kingma & Ba 2015), as AdamW with `weight_decay`."""
-    return _scale_by_adam(b1, b2, eps, moment_dtype)
+    # As optax.scale_by_adam, but the state is updated only if `finite` is True.
+    adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
+
+    def update(updates, state, params=None, *, finite=True, **_):
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        count = optax.safe_increment(state.count)
+        mu, nu = keep_finite(finite, (mu, nu), (state.mu, state.nu))
+        means = optax.tree.bias_correction(mu, b1, count)
+        squares = optax.tree.bias_correction(nu, b2, count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
+        count, mu = keep_finite(finite, count, state.count), optax.tree.cast_like(mu, state.mu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def lion(
@@ -338,27 +353,6 @@ def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return updates, keep_finite(finite, new, state)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _scale_by_adam(
-    b1: float, b2: float, eps: float, moment_dtype: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return optax.scale_by_adam with one change: the state is updated only if `finite` is True."""
-    adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
-
-    def update(updates, state, params=None, *, finite=True, **_):
-        del params
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
-        count = optax.safe_increment(state.count)
-        mu, nu = keep_finite(finite, (mu, nu), (state.mu, state.nu))
-        means = optax.tree.bias_correction(mu, b1, count)
-        squares = optax.tree.bias_correction(nu, b2, count)
-        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
-        count, mu = keep_finite(finite, count, state.count), optax.tree.cast_like(mu, state.mu)
-        return updates, optax.ScaleByAdamState(count, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def _read_factors(name: str, text: str) -> Factors:

@@ -175,35 +175,21 @@ class Queue:
         ):
             rows = list(group)
             for start in range(0, len(rows), _BATCH_SIZE):
-                arguments = {**dict(choices), **self.uploads.arguments(edit)}
-                self._draw_rows(job, name, arguments, rows[start : start + _BATCH_SIZE])
-
-    def _draw_rows(
-        self,
-        job: DrawingJob,
-        name: str,
-        arguments: dict[str, Any],
-        rows: Sequence[tuple[int, Picture]],
-    ) -> None:
-        """Draw pictures that share model, settings and edit, unless they are in memory already.
-
-        `rows` holds (index in the job, picture) pairs, `name` is the model's name, and `arguments`
-        are the keyword arguments of Model.draw. Raises Cancelled if the job is unwanted.
-        """
-        rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
-        if job.unwanted:
-            raise Cancelled
-        if rows:
-            drawn = self._models[name].draw(
-                [picture.prompt for _, picture in rows],
-                seeds=[picture.seed for _, picture in rows],
-                progress=_Looks(job, [n for n, _ in rows]),
-                **arguments,
-            )
-            sizes = zip(*drawn.smaller, drawn.images, strict=True)
-            for (_, picture), images in zip(rows, sizes, strict=True):
-                self._keep(picture, tuple(map(png, images)))
-        job.looks = {}
+                batch = rows[start : start + _BATCH_SIZE]
+                batch = [(n, picture) for n, picture in batch if self.files(picture) is None]
+                if job.unwanted:
+                    raise Cancelled
+                if batch:
+                    drawn = self._models[name].draw(
+                        [picture.prompt for _, picture in batch],
+                        seeds=[picture.seed for _, picture in batch],
+                        progress=_Looks(job, [n for n, _ in batch]),
+                        **{**dict(choices), **self.uploads.arguments(edit)},
+                    )
+                    sizes = zip(*drawn.smaller, drawn.images, strict=True)
+                    for (_, picture), images in zip(batch, sizes, strict=True):
+                        self._keep(picture, tuple(map(png, images)))
+                job.looks = {}
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
         """Keep a picture's PNG files in memory.

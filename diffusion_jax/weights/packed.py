@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int8
 
 from diffusion_jax.task import Params
 from diffusion_jax.weights import torch_weights
@@ -36,7 +35,9 @@ def write(path: pathlib.Path, params: Params) -> None:
             raise ValueError(f"the weights {name} are not finite: choose an earlier checkpoint")
         state[name] = array
         if array.ndim > 1:
-            state[name], state[name + _SCALES] = _rounded(array)
+            scales = np.abs(array).max(axis=tuple(range(array.ndim - 1))) / _LARGEST
+            scales = np.where(scales == 0, 1, scales).astype(np.float32)
+            state[name], state[name + _SCALES] = np.rint(array / scales).astype(np.int8), scales
     torch_weights.write(path, state)
 
 
@@ -68,11 +69,3 @@ def shapes(path: pathlib.Path) -> dict[str, Any]:
         if not name.endswith(_SCALES):
             subtree[last] = jax.ShapeDtypeStruct(array.shape, jnp.float32)
     return tree
-
-
-def _rounded(
-    array: Float[np.ndarray, "... C"],
-) -> tuple[Int8[np.ndarray, "... C"], Float[np.ndarray, "C"]]:
-    scales = np.abs(array).max(axis=tuple(range(array.ndim - 1))) / _LARGEST
-    scales = np.where(scales == 0, 1, scales).astype(np.float32)
-    return np.rint(array / scales).astype(np.int8), scales

@@ -140,7 +140,14 @@ def open_weights(folder: str | os.PathLike[str], variant: str = "") -> dict[str,
         ValueError: A file is damaged, or the weights are quantised, an adapter, or ambiguous.
     """
     folder = pathlib.Path(folder)
-    _check_unquantised(folder)
+    path = folder / "config.json"
+    config = read_json(path).get("quantization_config") if path.is_file() else None
+    if config:
+        kind = config.get("quant_method", "an unknown method")
+        raise ValueError(
+            f"the weights in {folder} are quantised by {kind}, which is not supported: use the "
+            "original model, or dequantise it"
+        )
     # If a model is saved again in one file, a stale index of its former shards may remain.
     layouts = _layouts(folder)
     layouts = [row for row in layouts if not _is_stale(row[-1])] or layouts
@@ -281,14 +288,3 @@ def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
         f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin (in diffusers "
         f"diffusion_pytorch_model.*), or shards and their index{unsupported}"
     )
-
-
-def _check_unquantised(folder: pathlib.Path) -> None:
-    path = folder / "config.json"
-    config = read_json(path).get("quantization_config") if path.is_file() else None
-    if config:
-        kind = config.get("quant_method", "an unknown method")
-        raise ValueError(
-            f"the weights in {folder} are quantised by {kind}, which is not supported: use the "
-            "original model, or dequantise it"
-        )

@@ -87,7 +87,12 @@ def load_params_and_step(
     if step is None:
         step = newest_sound(root, items)
     else:
-        _check_sound(root, step, items)
+        check_exists(root, step)
+        if damage := _damage(root, step, items(step)):
+            raise Damaged(
+                f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
+                f"{steps(root)}, or name no step, to load the newest undamaged one"
+            )
     item, name = items(step)[0], name_of(root / str(step), average)
     if name.startswith(power_averages.POWER) and item != EMA + name:
         return _combined(root, step, name, abstract_params), step
@@ -157,15 +162,6 @@ def check_exists(root: epath.Path, step: int | None = None) -> None:
         )
     if step is not None and step not in available:
         raise FileNotFoundError(f"no checkpoint of step {step} in {root}: choose from {available}")
-
-
-def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collection[str]]) -> None:
-    check_exists(root, step)
-    if damage := _damage(root, step, items_of(step)):
-        raise Damaged(
-            f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
-            f"{steps(root)}, or name no step, to load the newest undamaged one"
-        )
 
 
 def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:

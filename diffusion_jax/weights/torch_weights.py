@@ -247,7 +247,14 @@ def _arranged(
     """
     shapes = {path: leaf.shape for path, leaf in named(abstract_params).items()}
     _check_table(table, shapes)
-    _check_keys(state, table)
+    keys = {e.torch for e in table}
+    missing, extra = keys - set(state), set(state) - keys
+    if missing or extra:
+        raise ValueError(
+            f"the state dict does not fit the model: missing keys ({len(missing)}): "
+            f"{some(missing)}; keys left over ({len(extra)}): {some(extra)}. "
+            "Use weights of this model, or the config that these weights were trained with"
+        )
     _check_shapes(state, table, shapes)
     arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
     return jax.tree.unflatten(jax.tree.structure(abstract_params), [arrays[p] for p in shapes])
@@ -267,17 +274,6 @@ def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
             f"the table of names does not fit the model: listed twice {some(twice)}; parameters "
             f"without an entry {some(paths - entries)}; entries without a parameter "
             f"{some(entries - paths)}"
-        )
-
-
-def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
-    keys = {e.torch for e in table}
-    missing, extra = keys - set(state), set(state) - keys
-    if missing or extra:
-        raise ValueError(
-            f"the state dict does not fit the model: missing keys ({len(missing)}): "
-            f"{some(missing)}; keys left over ({len(extra)}): {some(extra)}. "
-            "Use weights of this model, or the config that these weights were trained with"
         )
 
 

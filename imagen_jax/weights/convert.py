@@ -154,7 +154,7 @@ def from_workdir(
     path = files.path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write --to={path}: the name must end in {' or '.join(FORMATS)}")
-    s = initial.settings_of(workdir)
+    s = read_settings(runs.load(workdir, "imagen_jax"))
     unet = nemo.require_nemo(s.unet)
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
 from diffusion_jax.weights import finetune, torch_files
-from imagen_jax.settings import Settings, read_settings
+from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
 from imagen_jax.weights.nemo import NemoNetwork
 
@@ -36,7 +36,7 @@ def check_prediction(path: str | os.PathLike[str], predicts: str) -> None:
     workdir, _ = finetune.at_step(path)
     if not (files.path(workdir) / runs.CONFIG).is_file():
         return
-    trained = settings_of(workdir).diffusion.predicts
+    trained = read_settings(runs.load(workdir, "imagen_jax")).diffusion.predicts
     if trained != predicts:
         raise ValueError(
             f"the model in unet.weights={path} predicts {trained!r}, but diffusion.predicts is "
@@ -68,20 +68,11 @@ def of_run(
         FileNotFoundError: If there is no such run or checkpoint.
         ValueError: If the run has no such average, or `base` is given for a run without LoRA.
     """
-    s = settings_of(workdir)
+    s = read_settings(runs.load(workdir, "imagen_jax"))
     abstract = nemo.abstract_params(unet, text_width, picture_fields.read(s.data.fields))
     finetune.check_wanted(base, s)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
     return finetune.network(workdir, s, abstract, read, which, step)
-
-
-def settings_of(workdir: str | os.PathLike[str]) -> Settings:
-    """Return the settings of a run.
-
-    Raises FileNotFoundError if there is no run, and ValueError if its config is invalid or belongs
-    to another system.
-    """
-    return read_settings(runs.load(workdir, "imagen_jax"))
 
 
 def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:

@@ -50,7 +50,18 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
     The prefixes that NeMo adds to names are optional. Raises ValueError if arrays are missing or
     unknown or have other shapes; the message lists their names.
     """
-    state = _without_prefixes(state)
+    # Remove the prefixes of NeMo's wrappers and of torch.compile.
+    arrays = {
+        name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
+        for name, array in state.items()
+    }
+    if len(arrays) < len(state):
+        raise ValueError(
+            f"the file has {len(state)} arrays, but without prefixes such as 'model.model.unet.' "
+            f"only {len(arrays)} of their names are different: it may hold two models, such as raw "
+            "and averaged weights. Convert a file with only one model"
+        )
+    state = arrays
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
         alias = state.pop(f"input_blocks.0.0.{part}", None)
         if alias is not None and not np.array_equal(alias, state.get(f"init_conv.0.{part}", alias)):
@@ -284,24 +295,6 @@ def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
         (r"up_\d+_resample(/up_[hx])?", CONV_TRANSPOSE),
         *([("out_conv", CONV2D_1)] if isinstance(unet, EfficientUNet) else []),
     ]
-
-
-def _without_prefixes(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays under names without the prefixes of NeMo's wrappers and torch.compile.
-
-    Raises ValueError if two arrays have the same name without these prefixes.
-    """
-    arrays = {
-        name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
-        for name, array in state.items()
-    }
-    if len(arrays) < len(state):
-        raise ValueError(
-            f"the file has {len(state)} arrays, but without prefixes such as 'model.model.unet.' "
-            f"only {len(arrays)} of their names are different: it may hold two models, such as raw "
-            "and averaged weights. Convert a file with only one model"
-        )
-    return arrays
 
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:

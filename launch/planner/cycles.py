@@ -51,7 +51,8 @@ def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> It
     """
     program = hlo.read(text)
     for instruction, times in program.run():
-        cycles = _estimated(instruction)
+        match = re.search(r'estimated_cycles":"(\d+)"', instruction.arguments)
+        cycles = float(match[1]) if match else 0.0
         if is_kernel(instruction):
             cycles = kernel_cycles(instruction) or 0.0
         if cycles:
@@ -105,11 +106,6 @@ def level(name: str) -> str:
     For example, down_1_0_res becomes down_1_res, so that equal modules of a level are added up.
     """
     return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
-
-
-def _estimated(instruction: Instruction) -> float:
-    match = re.search(r'estimated_cycles":"(\d+)"', instruction.arguments)
-    return float(match[1]) if match else 0.0
 
 
 def _scopes(source: str) -> list[str]:

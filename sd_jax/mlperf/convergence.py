@@ -127,7 +127,8 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
         batch_size: The global batch size of all runs.
         samples: The samples to target of each run; None for a run that did not converge.
     """
-    mean = olympic_mean([math.inf if n is None else n for n in samples])
+    ordered = sorted(math.inf if n is None else n for n in samples)
+    mean = float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
     if (lost := list(samples).count(None)) > 1 or not math.isfinite(mean):
         return Verdict(False, f"{lost} of {len(samples)} runs did not converge", mean)
     reference = reference_at(batch_size)
@@ -140,15 +141,6 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
     passed = mean >= reference.lowest
     reason = "no faster than the reference" if passed else "faster than the reference allows"
     return Verdict(passed, reason, mean, reference, max(1.0, reference.mean / mean))
-
-
-def olympic_mean(values: Sequence[float | int]) -> float:
-    """Return the mean without the lowest and the highest value.
-
-    If there are only one or two values, all of them are averaged.
-    """
-    ordered = sorted(values)
-    return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
 
 
 def reference_at(batch_size: int) -> ReferenceRuns | None:

@@ -27,7 +27,12 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
         ValueError: If `source` is not a parquet file or lacks a column of COLUMNS.
     """
     with files.whole(target) as temporary, _open(source) as file:
-        _check_columns(source, file.schema_arrow.names)
+        names = file.schema_arrow.names
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise ValueError(
+                f"{source} has no column {missing[0]}, so it is not a table of LAION-400M: it has "
+                f"the columns {', '.join(names)}"
+            )
         return _write(file, temporary), file.metadata.num_rows
 
 
@@ -58,14 +63,6 @@ def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
         raise ValueError(
             f"{path} is not a parquet file, or is damaged: download it again ({error})"
         ) from error
-
-
-def _check_columns(path: pathlib.Path, names: list[str]) -> None:
-    if missing := [name for name in COLUMNS if name not in names]:
-        raise ValueError(
-            f"{path} has no column {missing[0]}, so it is not a table of LAION-400M: it has the "
-            f"columns {', '.join(names)}"
-        )
 
 
 def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:

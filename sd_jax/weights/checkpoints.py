@@ -258,8 +258,12 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
         text_part = text.from_folder(folder / "text_encoder")
         state = jax.tree.leaves(text_part.params)
         report.append(_line("text", state, "transformers", text_part.params))
-    scheduler = _read_scheduler(folder / "scheduler" / "scheduler_config.json")
-    predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
+    place = folder / "scheduler" / "scheduler_config.json"
+    scheduler = _diffusers_config(place) if place.is_file() else None
+    try:
+        predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     shift = configs.get("vae", {}).get("shift_factor") or 0.0
@@ -391,19 +395,6 @@ def _diffusers_config(path: pathlib.Path) -> dict[str, Any]:
     config = pretrained.read_json(path)
     if "_class_name" in config:
         config["_class_name"] = str(config["_class_name"]).removeprefix("Flax")
-    return config
-
-
-def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
-    """Return the scheduler config in a file, or None if there is no such file.
-
-    Raises ValueError if its noise schedule or prediction type is not supported.
-    """
-    config = _diffusers_config(path) if path.is_file() else None
-    try:
-        schedulers.read_diffusion(config or {})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return config
 
 

@@ -77,7 +77,14 @@ def split(state: StateDict, ema: str = "ema") -> SortedArrays:
     if averages:
         raw = parts.get("unet", {})
         if ema == "ema":
-            _check_averages(raw, averages)
+            # A file may have no raw weights at all.
+            missing, stray = raw.keys() - averages.keys(), averages.keys() - raw.keys()
+            if missing or (raw and stray):
+                raise ValueError(
+                    "the averages do not match the weights: missing "
+                    f"{torch_weights.some(missing)}; unknown {torch_weights.some(stray)}. Read the "
+                    "raw weights with --ema=raw"
+                )
             parts["unet"] = averages
         elif not raw:
             raise ValueError("the file holds only averages of the UNet: leave --ema=raw out")
@@ -100,16 +107,3 @@ def _dotted(name: str) -> str:
     """Return the name of a UNet's raw weight in LDM, given the name of its average."""
     words = _WORDS.findall(name)
     return ".".join(words) if "".join(words) == name else name
-
-
-def _check_averages(raw: StateDict, averages: StateDict) -> None:
-    """Raise ValueError unless each raw weight has an average and each average has a raw weight.
-
-    A file may also have no raw weights at all.
-    """
-    missing, stray = raw.keys() - averages.keys(), averages.keys() - raw.keys()
-    if missing or (raw and stray):
-        raise ValueError(
-            f"the averages do not match the weights: missing {torch_weights.some(missing)}; "
-            f"unknown {torch_weights.some(stray)}. Read the raw weights with --ema=raw"
-        )

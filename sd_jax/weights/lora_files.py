@@ -103,7 +103,12 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
-    _check_family(path, state)
+    for pattern, family in _FAMILIES:
+        if found := [name for name in state if re.search(pattern, name)]:
+            raise ValueError(
+                f"{path} is {family}, not a LoRA, LoHa or LoKr, because of {len(found)} of its "
+                f"{len(state)} arrays, such as {found[0]}: merge it with another program"
+            )
     for name, array in state.items():
         if (place := _place(name)) is None:
             strays.append(name)
@@ -224,15 +229,6 @@ def _place(name: str) -> tuple[str, str, str] | None:
             part = "text" if _OF_TEXT.search(match[1]) else "unet"
             return part, match[1], kinds.get(match[2], match[2])
     return None
-
-
-def _check_family(path: pathlib.Path, state: Mapping[str, Any]) -> None:
-    for pattern, family in _FAMILIES:
-        if found := [name for name in state if re.search(pattern, name)]:
-            raise ValueError(
-                f"{path} is {family}, not a LoRA, LoHa or LoKr, because of {len(found)} of its "
-                f"{len(state)} arrays, such as {found[0]}: merge it with another program"
-            )
 
 
 def _check_config(

@@ -174,15 +174,6 @@ def unet_dialect(state: StateDict) -> str:
     return _dialect(state, marks, "a Stable Diffusion UNet")
 
 
-def vae_dialect(state: StateDict) -> str:
-    """Return the dialect of a VAE's array names: "ldm" or "diffusers".
-
-    Raises ValueError if the names belong to neither dialect.
-    """
-    marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
-    return _dialect(state, marks, "an autoencoder")
-
-
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
     """Convert a UNet's state dict, with LDM's, NeMo's or diffusers' names, to params.
 
@@ -197,7 +188,8 @@ def vae_from_torch(state: StateDict, vae: VAE) -> Any:
 
     Raises ValueError if arrays are missing or unknown; the message lists their names.
     """
-    dialect = vae_dialect(state)
+    marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
+    dialect = _dialect(state, marks, "an autoencoder")
     state = _with_current_names(state) if dialect == "diffusers" else state
     abstract = abstract_vae(vae)
     return torch_weights.to_params(state, vae_table(abstract, vae, dialect), abstract)

@@ -1,8 +1,7 @@
 """Open a Stable Diffusion run as a model that draws, or as a checkpoint to convert."""
 
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +84,8 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     )
 
 
-def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:
-    """Return the settings of a run, with new values, keyed by config field, in `fields`.
-
-    Raises FileNotFoundError if there is no run, and ValueError if a value is invalid for it.
-    """
-    return stage_module.read_run(workdir, fields, "sd_jax")
+read_run = functools.partial(stage_module.read_run, system="sd_jax")
+"""(workdir, fields) -> the Settings of a run, as in stage.read_run."""
 
 
 def to_checkpoint(

@@ -11,6 +11,7 @@ from diffusion_jax import files, pack, runs
 from diffusion_jax.files import checksums, remote
 from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
+from imagen_jax.settings import read_settings
 from imagen_jax.weights import initial
 from tests import emulators
 from tests.imagen_jax import commands
@@ -29,7 +30,7 @@ def small(tmp_path_factory, trained):
 
 
 def arrays(workdir, which="ema"):
-    s = initial.settings_of(workdir)
+    s = read_settings(runs.load(workdir, "imagen_jax"))
     return initial.of_run(workdir, s.unet, s.text.width, which)["params"]
 
 

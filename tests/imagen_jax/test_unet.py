@@ -309,7 +309,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(attention_impl="triton"), "unet.attention_impl is 'triton': choose from auto, xla"),
         (
             dict(num_res_blocks=(1, 2)),
-            "unet.num_res_blocks (1, 2) has 2 entries, but unet.channel_mult (1,) has 1 levels: ",
+            "unet.num_res_blocks (1, 2) has 2 entries, but unet.channel_mult has 1 levels: ",
         ),
         (
             dict(image_size=6, channel_mult=(1, 2, 3)),

@@ -23,7 +23,7 @@ from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import editing, precache, sampling, start, train
 from sd_jax import vae as vae_module
-from sd_jax.previews import colours
+from sd_jax.sampling import colours
 from sd_jax.task import example
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names

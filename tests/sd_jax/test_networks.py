@@ -119,7 +119,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (UNet(num_res_blocks=(1, 2)), "(1, 2) has 2 entries, but unet.channel_mult (1, 2, 4, 4)"),
+        (UNet(num_res_blocks=(1, 2)), "(1, 2) has 2 entries, but unet.channel_mult has 4 levels"),
         (UNet(attention_levels=(4,)), "unet.attention_levels holds 4, but unet.channel_mult has"),
         (UNet(width=336), "unet.norm_groups 32 does not divide the width 336 of a level"),
         (UNet(head_dim=48), "unet.head_dim 48 does not divide the width"),
@@ -127,7 +127,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
             UNet(width=48, norm_groups=16),
             "is 48: it must be a multiple of 32, the number of groups",
         ),
-        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from auto, xla"),
+        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': did you mean 'splash'?"),
         (UNet(attention_impl="cudnn"), "needs a 16-bit dtype, but unet.dtype is float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),

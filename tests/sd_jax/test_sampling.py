@@ -13,7 +13,7 @@ from diffusion_jax.diffusion import grids, noise, samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
-from sd_jax import masks, previews, sampling, vae
+from sd_jax import masks, sampling, vae
 from sd_jax.settings import (
     Conditioning,
     Diffusion,
@@ -233,7 +233,7 @@ def test_previews_are_a_linear_approximation_of_the_decoder(draw):
     assert sorted(sigma for _, sigma in shown) == pytest.approx(sorted(sigmas[:3].tolist()))
     assert all(images.shape == (3, 4, 2, 3) for images, _ in shown)
     assert last.shape == (3, 4, 2, 3)
-    colours = previews.colours(PIPELINE, {})
+    colours = sampling.colours(PIPELINE, {})
     np.testing.assert_allclose(colours[0], matrix / 0.5, rtol=1e-5)
     np.testing.assert_allclose(colours[1], 0.5, rtol=1e-5)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from PIL import Image
 
+from diffusion_jax.config import named
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import decoding, records, tars
 from diffusion_jax.data.decoding import Unusable
@@ -85,8 +86,7 @@ def reshard(
         ValueError: If `out` holds shards of another source or with other settings, or an argument
             is out of range.
     """
-    if format not in _WRITERS:
-        raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")
+    named.one_of("format", format, FORMATS)
     if num < 1:
         raise ValueError(f"num is {num}: a shard must hold at least 1 record")
     if not 0 <= process < processes:

@@ -66,7 +66,18 @@ class ArrayRecords(Records):
         self._firsts = np.cumsum([0, *(reader.num_records() for reader in self._readers)])
         if not len(self):
             raise ValueError(f"no records in {path}: all {len(self._paths)} files are empty")
-        self._check_features()
+        # A first record that cannot be read passes, because `read` reports it as unusable.
+        first = next((m for m in self._messages(0, [0]) if m is not None), b"")
+        features, texts = decode(first), [text.partition(":")[0] for text, _ in self._texts]
+        for kinds, name, advice in (
+            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
+            (texts, " or ".join(texts), ". Set data.text to the caption feature"),
+        ):
+            if features and not any(kind in features for kind in kinds):
+                raise ValueError(
+                    f"the first record of {self._paths[0]} has no feature {name}: "
+                    f"it has {', '.join(features)}{advice}"
+                )
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -116,23 +127,6 @@ class ArrayRecords(Records):
             alone = decode(message, kind)
             numbers |= {f.name: alone[f.name][0] for f in self._fields if f.name in alone}
         return numbers
-
-    def _check_features(self) -> None:
-        """Raise ValueError if the first record is not an Example, or lacks the image or the text.
-
-        A first record that cannot be read passes the check, because `read` reports it as unusable.
-        """
-        first = next((m for m in self._messages(0, [0]) if m is not None), b"")
-        features, texts = decode(first), [text.partition(":")[0] for text, _ in self._texts]
-        for kinds, name, advice in (
-            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
-            (texts, " or ".join(texts), ". Set data.text to the caption feature"),
-        ):
-            if features and not any(kind in features for kind in kinds):
-                raise ValueError(
-                    f"the first record of {self._paths[0]} has no feature {name}: "
-                    f"it has {', '.join(features)}{advice}"
-                )
 
 
 def _images() -> tuple[str, ...]:

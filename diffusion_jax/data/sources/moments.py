@@ -33,7 +33,20 @@ _BEFORE = ("flip", "crop", "resize", "min_size", "max_aspect")
 def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
-    _check_fields(data, find_manifest(path))
+    # Other values cannot change encoded images, unless they were applied when encoding.
+    stored = find_manifest(path)
+    encoded = (stored or {}).get("data", {})
+    fields = {name: getattr(data, name) for name in _BEFORE}
+    wrong = [
+        f"data.{name}={value!r}"
+        for name, value in fields.items()
+        if value not in (Data._field_defaults[name], encoded.get(name))
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
+            "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
+        )
     opened = (
         data.text,
         data.uncaptioned,
@@ -48,26 +61,6 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
         read, shape=(shapes.size, shapes.size), factor=factor, channels=channels
     )
     return DecodedPictures(tars, make, data, functools.partial(size_of, factor=factor))
-
-
-def _check_fields(data: Data, stored: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if a field in _BEFORE is set, because it cannot change encoded images.
-
-    Each must have its default, or the value that the manifest `stored` records, which was applied
-    when the images were encoded.
-    """
-    encoded = (stored or {}).get("data", {})
-    fields = {name: getattr(data, name) for name in _BEFORE}
-    wrong = [
-        f"data.{name}={value!r}"
-        for name, value in fields.items()
-        if value not in (Data._field_defaults[name], encoded.get(name))
-    ]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
-            "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
-        )
 
 
 def read(

@@ -100,7 +100,14 @@ def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
     The share is an array [B, H, W].
     """
     pixels = images.astype(np.float32)
-    papers = _read_papers(pixels)
+    # A paper is the colour nearest to the median of the left and right edges, which ink rarely
+    # reaches.
+    margin = pixels.shape[2] // 8  # One column of the 8x8 glyph.
+    edges = np.concatenate([pixels[:, :, :margin], pixels[:, :, -margin:]], axis=2)
+    median = np.median(edges, axis=(1, 2))  # [B, 3]
+    colours = np.array(list(digits.PAPERS.values()), np.float32)
+    nearest = np.square(median[:, None] - colours).sum(-1).argmin(1)
+    papers = [list(digits.PAPERS)[i] for i in nearest]
     return papers, *_read_inks(pixels, papers)
 
 
@@ -108,20 +115,6 @@ def _glyphs(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 64"]:
     """Shrink images to 8x8 by averaging blocks of pixels. H and W must be multiples of 8."""
     b, h, w = mix.shape
     return 16 * mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4)).reshape(-1, 64)
-
-
-def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
-    """Return the name of each picture's paper.
-
-    It is the paper colour nearest to the median colour of the left and right edges. Ink rarely
-    reaches these edges.
-    """
-    margin = pixels.shape[2] // 8  # One column of the 8x8 glyph.
-    edges = np.concatenate([pixels[:, :, :margin], pixels[:, :, -margin:]], axis=2)
-    median = np.median(edges, axis=(1, 2))  # [B, 3]
-    colours = np.array(list(digits.PAPERS.values()), np.float32)
-    nearest = np.square(median[:, None] - colours).sum(-1).argmin(1)
-    return [list(digits.PAPERS)[i] for i in nearest]
 
 
 def _read_inks(

