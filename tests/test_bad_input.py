@@ -138,6 +138,7 @@ sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it mu
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora need --model: leave them out
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
+train --config.unet.weights=models/emoji32 | unet.weights=models/emoji32: 
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
 train --config.data.prior=D/images | no .jsonl files in D/images

@@ -138,8 +138,19 @@ def finite(rows: FeatureRows) -> Bool[np.ndarray, "N"]:
     return np.asarray(np.isfinite(rows).all(1))
 
 
+def check_finite(*sets: FeatureRows) -> None:
+    """Raise ValueError if a set of features has rows with NaN or infinity."""
+    for rows in sets:
+        if bad := int((~finite(rows)).sum()):
+            raise ValueError(f"{bad} of {len(rows)} rows of features hold NaN or infinity")
+
+
 def gaussian(features: FeatureRows) -> Gaussian:
-    """Return the mean and covariance of features. Raises ValueError for fewer than two rows."""
+    """Return the mean and covariance of features.
+
+    Raises ValueError for fewer than two rows, or for rows with NaN or infinity.
+    """
+    check_finite(features)
     stream = Stream(features.shape[1], keep=False)
     stream.add(features)
     return stream.gaussian()

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import FeatureRows, Gaussian, gaussian
+from diffusion_jax.metrics.features import FeatureRows, Gaussian, check_finite, gaussian
 
 FeatureSample = FeatureRows | Gaussian
 """Features, or their mean and covariance.
@@ -69,7 +69,7 @@ def frechet(a: FeatureSample, b: FeatureSample) -> float:
     """Return the Frechet distance between `a` and `b`.
 
     If `a` and `b` are the same set with fewer images than dimensions, rounding errors can make the
-    result negative, down to -1e-3.
+    result negative, down to -1e-3. Raises ValueError for features with NaN or infinity.
     """
     return distance(a, reference(b))
 
@@ -200,6 +200,7 @@ def _moments(sample: FeatureSample) -> Gaussian:
 def _centred(features: FeatureSample) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean, and the features E, centred and scaled so that E'E is the covariance."""
     x = np.asarray(features, np.float64)
+    check_finite(x)
     if len(x) < 2:
         raise ValueError(f"a covariance needs at least 2 images, but there are {len(x)}")
     mean = x.mean(0)

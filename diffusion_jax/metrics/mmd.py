@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.clip_score import normalised
-from diffusion_jax.metrics.features import FeatureRows
+from diffusion_jax.metrics.features import FeatureRows, check_finite
 
 _SUBSET = 1000
 _SIGMA, _SCALE = 10.0, 1000.0  # The width of CMMD's kernel, and CMMD's factor.
@@ -76,14 +76,16 @@ def kid(
         seed: random seed for choosing the subsets.
 
     Raises:
-        ValueError: a set has fewer than `size` images, or `size` is less than 2.
+        ValueError: a set has fewer than `size` images or features with NaN or infinity, or `size`
+            is less than 2.
     """
+    check_finite(x, y)
     if size < 2:
         raise ValueError(f"KID needs at least 2 images per subset, but the size is {size}")
     if min(len(x), len(y)) < size:
         raise ValueError(
             f"KID with subsets of {size} images needs at least {size} images in each set, but "
-            f"there are {len(x)} and {len(y)}: choose smaller subsets (--kid_subset)"
+            f"there are {len(x)} and {len(y)}: choose a smaller size (--kid_subset in commands)"
         )
     rng = np.random.default_rng(seed)
     members = [np.zeros((len(rows), subsets + 1), np.float32) for rows in (x, y)]

@@ -82,6 +82,8 @@ def rehearse(
             shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
             jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
         traced = memory.trace(task, state, example)
+    if inputs.start and not source and not restore.steps(workdir / runs.CHECKPOINTS):
+        inputs.start()  # Fails now, not after a workdir is claimed, if the weights do not fit.
     drawn, rows_drawn = _rehearse_drawing(inputs, state.params, mesh)
     if inputs.records:
         with _named("the held-out loss"), programs.rehearsal():

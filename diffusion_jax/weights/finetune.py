@@ -63,19 +63,26 @@ def start(
         raise FileNotFoundError(
             f"unet.weights is {weights!r}: there is no such run, folder or file"
         )
+
+    def named() -> Params:
+        try:
+            return read()
+        except ValueError as error:
+            raise ValueError(f"unet.weights={weights}: {error}") from error
+
     adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
     if not adapt:
         if weights and (others := _other_ranges(weights, texts)):
             logging.warning("%s, so the network sees other numbers than before", others)
         return FineTuningStart(
-            task, (lambda: _with_fields(task, weights, read())) if weights else None
+            task, (lambda: _with_fields(task, weights, named())) if weights else None
         )
     if not weights:
         raise ValueError(
             f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
-    base = _with_fields(task, weights, read(), all_needed=True)
+    base = _with_fields(task, weights, named(), all_needed=True)
     if others := _other_ranges(weights, texts):
         raise ValueError(f"{others}: use the same ranges")
     return FineTuningStart(adapt(task, base), None, pretrained.digest(base))

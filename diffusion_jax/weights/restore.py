@@ -367,14 +367,13 @@ def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract:
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
         lines = [
-            f"  {name}: saved {saved.get(name, 'nothing')}, "
-            f"expected {expected.get(name, 'nothing')}"
-            for name in differ[:5]
+            f"{name} ({expected.get(name, 'nothing')}, but {saved.get(name, 'nothing')} is saved)"
+            for name in differ[:3]
         ]
         raise ValueError(
             f"{item} has another architecture; {len(differ)} of {len(saved | expected)} arrays "
-            "differ. The first are:\n" + "\n".join(lines) + "\nUse the config that the checkpoint "
-            "was trained with, or another workdir"
+            f"differ, such as {', '.join(lines)}: use the config that it was trained with, or "
+            "another workdir"
         )
 
 

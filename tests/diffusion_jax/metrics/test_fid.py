@@ -1,5 +1,6 @@
 """The Frechet distance against closed forms, scipy's matrix square root and the reference."""
 
+import functools
 import json
 import pathlib
 
@@ -108,6 +109,17 @@ def test_too_few_images_or_unequal_dimensions_are_errors(a, b, message):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the reference's numbers are not here")
+@pytest.mark.parametrize("n", [300, 10])
+def test_features_with_nan_are_an_error(n):
+    rows = np.random.default_rng(0).normal(size=(2, n, 20))
+    rows[0, : n // 2] = np.nan
+    message = f"{n // 2} of {n} rows of features hold NaN or infinity"
+    for a, b in (rows, rows[::-1]):
+        for distance in (fid.frechet, functools.partial(mmd.kid, size=2)):
+            with pytest.raises(ValueError, match=message):
+                distance(a, b)
+
+
 def test_distances_match_the_numbers_of_the_reference():
     """Each half holds 11, 11 and 10 images of the three sizes."""
     numbers = json.loads((SHARED / "fid_numbers.json").read_text())

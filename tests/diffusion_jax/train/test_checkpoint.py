@@ -228,9 +228,9 @@ def test_restoring_another_architecture_is_an_error_that_names_differences(saved
     layer |= {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in ("bias", "scale")}
     with pytest.raises(ValueError, match="has another architecture; 2 of 3") as error:
         restore.load_params(saved, {"params": {"a": layer}}, "raw")
-    assert "params/a/kernel: saved (8, 16), expected (8, 32)" in str(error.value)
-    assert "params/a/scale: saved nothing, expected (16,)" in str(error.value)
-    assert "Use the config that the checkpoint was trained with" in str(error.value)
+    assert "params/a/kernel ((8, 32), but (8, 16) is saved)" in str(error.value)
+    assert "params/a/scale ((16,), but nothing is saved)" in str(error.value)
+    assert "use the config that it was trained with" in str(error.value)
 
 
 def test_averages_are_found_in_a_folder_whose_name_looks_like_a_pattern(saved, tmp_path):

@@ -15,6 +15,7 @@ from configs import quickstart
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.data import pipeline
+from diffusion_jax.data.pictures import Columns
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
@@ -80,9 +81,10 @@ def test_a_rehearsal_reads_some_pictures_and_counts_unusable_ones():
         def __len__(self):
             return 400
 
-        def read(self, indices):
+        def columns(self, indices):
             damaged = int((indices % 25 == 0).sum())
             self.found["broken_image"] = self.found.get("broken_image", 0) + damaged
+            return Columns(np.zeros((len(indices), 2, 2, 3), np.uint8), [""] * len(indices), {})
 
         def skipped(self):
             return self.found
