@@ -42,6 +42,7 @@ from diffusion_jax.weights import power_averages, restore
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
 """A function of (predicted images, noise level). It is called on the host at each evaluation of the
 network."""
+_STRETCHED = 0.05  # Pictures to draw over that are stretched by a larger share are named.
 
 
 class Cancelled(Exception):
@@ -233,8 +234,7 @@ class Model:
         self.check([image.shape[:2] for image in low_res], sizes)
         texts = [dict(self.tokenize(stage, prompts)) for stage in self.stages]
         if pictures is not None:
-            if not self.any_shape:
-                _check_aspect(pictures, *shapes[0])
+            _check_aspect(pictures, *shapes[0], self.any_shape)
             for of_stage, (height, width) in zip(texts, shapes, strict=True):
                 of_stage |= pictures.at((width, height), len(prompts))
         if low_res:
@@ -484,9 +484,14 @@ def draw_stages(
             done += len(larger[0])
 
 
-def _check_aspect(pictures: InputPictures, height: int, width: int) -> None:
+def _check_aspect(pictures: InputPictures, height: int, width: int, stretch: bool) -> None:
     for image in pictures.images:
-        if image.width * height != image.height * width:
+        if stretch and abs(image.width * height / (image.height * width) - 1) > _STRETCHED:
+            logging.warning(
+                "the picture is %dx%d, and is stretched to %dx%d: crop it first to keep its shapes",
+                image.width, image.height, width, height,
+            )  # fmt: skip
+        elif not stretch and image.width * height != image.height * width:
             wanted = "a square" if height == width else f"the shape {width}x{height}"
             raise ValueError(f"the picture is {image.width}x{image.height}: crop it to {wanted}")
 

@@ -153,6 +153,13 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
         model.draw("a", low_res=Image.new("RGB", (4, 4)))
 
 
+def test_a_picture_that_is_stretched_by_more_than_a_twentieth_is_named(model, caplog):
+    model.draw("a", image=Image.new("RGB", (62, 60)), height=4, width=4)
+    assert "stretched" not in caplog.text
+    model.draw("a", image=Image.new("RGB", (64, 60)), height=4, width=4)
+    assert "the picture is 64x60, and is stretched to 4x4: crop it first" in caplog.text
+
+
 def test_plain_prompts_with_prompt_weights_give_the_same_pictures(model, six):
     same(model.draw(PROMPTS, prompt_weights=True).images, six)
 
