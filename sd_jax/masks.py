@@ -22,7 +22,7 @@ def random_masks(keys: Key[Array, "B"], height: int, width: int) -> Bool[Array, 
     return jax.vmap(lambda key: _mask(jax.random.fold_in(key, _STREAM), height, width))(keys)
 
 
-def strokes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
+def _strokes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
     """Draw 1 to 5 strokes: chains of 1 to 5 segments in random directions, with round ends."""
     keys = jax.random.split(key, 6)
     shape, unit = (_STROKES, _SEGMENTS), min(height, width) / 256
@@ -44,7 +44,7 @@ def strokes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
     return covered.any((0, 1))
 
 
-def boxes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
+def _boxes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
     """Draw 1 to 3 boxes, which keep a margin to the edges."""
     keys, unit = jax.random.split(key, 3), min(height, width) / 256
     sides = jnp.array([height, width], jnp.float32)
@@ -58,12 +58,10 @@ def boxes(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
 
 
 def _mask(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
-    kind, of_strokes, of_boxes = jax.random.split(key, 3)
-    share = jax.random.uniform(kind)
-    drawn = jnp.where(
-        share < (1 + WHOLE) / 2, strokes(of_strokes, height, width), boxes(of_boxes, height, width)
-    )
-    return drawn | (share < WHOLE)
+    key_kind, key_strokes, key_boxes = jax.random.split(key, 3)
+    strokes, boxes = _strokes(key_strokes, height, width), _boxes(key_boxes, height, width)
+    kind = jax.random.uniform(key_kind)
+    return jnp.where(kind < (1 + WHOLE) / 2, strokes, boxes) | (kind < WHOLE)
 
 
 def _distance(
@@ -71,8 +69,8 @@ def _distance(
 ) -> Float[Array, "H W"]:
     """Return the distance of each pixel from the segment between two points, each (y, x)."""
     along, pixel = end - start, _pixels(height, width) - start
-    share = jnp.clip((pixel @ along) / jnp.maximum(along @ along, 1e-6), 0, 1)  # [H, W]
-    return jnp.linalg.norm(pixel - share[..., None] * along, axis=-1)
+    at = jnp.clip((pixel @ along) / jnp.maximum(along @ along, 1e-6), 0, 1)  # [H, W]
+    return jnp.linalg.norm(pixel - at[..., None] * along, axis=-1)
 
 
 def _pixels(height: int, width: int) -> Float[Array, "H W 2"]:

@@ -1,8 +1,8 @@
 """Textual inversion (Gal et al. 2022): train the vectors of a new word, and freeze all networks.
 
 The config's text.learned_tokens names the word. Only its vectors and the learned loss weighting
-(see objective.LEARNED) are trained, averaged and saved. The gradient passes through the UNet and
-CLIP, which computes the text in every step.
+(see objective.LEARNED_WEIGHTING) are trained, averaged and saved. The gradient passes through the
+UNet and CLIP, which computes the text in every step.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax.task import Params, Task
-from diffusion_jax.text.encoder import LEARNED
+from diffusion_jax.text.encoder import LEARNED_WORD
 
 
 def adapt(task: Task, base: Params) -> Task:
@@ -20,24 +20,27 @@ def adapt(task: Task, base: Params) -> Task:
 
     `base` holds the UNet's parameters, or only their shapes if the task is only traced.
     """
-    initial = task.frozen["text"]["params"][LEARNED]
+    initial = task.frozen["text"]["params"][LEARNED_WORD]
 
     def init(key):
         others = {name: tree for name, tree in task.init(key).items() if name != "params"}
-        shown = isinstance(initial, np.ndarray)  # Otherwise, only the shapes matter.
-        return {LEARNED: jnp.asarray(initial) if shown else jnp.zeros(initial.shape), **others}
+        has_values = isinstance(initial, np.ndarray)  # Otherwise, only the shapes matter.
+        return {
+            LEARNED_WORD: jnp.asarray(initial) if has_values else jnp.zeros(initial.shape),
+            **others,
+        }
 
     return task._replace(
         init=init,
-        loss=drawn(task.loss),
-        sample=drawn(task.sample),
+        loss=with_word(task.loss),
+        sample=with_word(task.sample),
         frozen={"task": task.frozen, "base": base},
-        measure=task.measure and task.measure._replace(errors=drawn(task.measure.errors)),
-        sampler_inputs=task.sampler_inputs and drawn(task.sampler_inputs),
+        measure=task.measure and task.measure._replace(errors=with_word(task.measure.errors)),
+        sampler_inputs=task.sampler_inputs and with_word(task.sampler_inputs),
     )
 
 
-def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_word(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of a Task to take the vectors of a word instead of the UNet's parameters.
 
     The wrapped function expects the UNet in frozen["base"], and the task's own frozen weights in
@@ -45,10 +48,10 @@ def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def adapted(params, frozen, *arguments):
-        others = {name: tree for name, tree in params.items() if name != LEARNED}
+        others = {name: tree for name, tree in params.items() if name != LEARNED_WORD}
         text = frozen["task"]["text"]
-        words = jnp.asarray(text["params"][LEARNED]).at[: len(params[LEARNED])]
-        text = {**text, "params": {**text["params"], LEARNED: words.set(params[LEARNED])}}
+        words = jnp.asarray(text["params"][LEARNED_WORD]).at[: len(params[LEARNED_WORD])]
+        text = {**text, "params": {**text["params"], LEARNED_WORD: words.set(params[LEARNED_WORD])}}
         whole = {**frozen["base"], **others}
         return function(whole, {**frozen["task"], "text": text}, *arguments)
 

@@ -18,7 +18,7 @@ from diffusion_jax.diffusion import meanflow, noise, precond
 from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
 
 Losses = Float[Array, "B"]
-LEARNED = "uncertainty"
+LEARNED_WEIGHTING = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
 NonNegative = Annotated[int | float, Interval("[0, inf)")]
 
@@ -55,7 +55,8 @@ class Objective(NamedTuple):
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
         """Return `params`, with the initial parameters of the weighting added if it is learned."""
-        return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
+        init = self.weighting.init
+        return {**params, LEARNED_WEIGHTING: init()} if init else params
 
     def shifted(self, keys: Key[Array, "B"], eps: Images) -> Images:
         """Return eps plus offset noise: `offset` times one normal draw per image and channel.
@@ -256,7 +257,7 @@ def uncertainty(*, channels: Annotated[int, Interval("[1, 65536]")] = 128) -> We
         frequencies = jax.random.normal(key_frequency, (channels,))
         phases = jax.random.uniform(key_phase, (channels,))
         angles = 2 * jnp.pi * (jnp.log(sigma)[:, None] / 4 * frequencies + phases)
-        return jnp.cos(angles) @ params[LEARNED]["kernel"] * (2 / channels) ** 0.5  # [B]
+        return jnp.cos(angles) @ params[LEARNED_WEIGHTING]["kernel"] * (2 / channels) ** 0.5  # [B]
 
     def weigh(params, sigma, c_out, losses):
         log_variance = u(params, sigma)

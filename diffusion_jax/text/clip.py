@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import clip_weights, prompt_weights, tokenize
 from diffusion_jax.text.encoder import (
-    LEARNED,
+    LEARNED_WORD,
     WEIGHTS,
     TextArrays,
     TextEncoder,
@@ -81,8 +81,8 @@ class TextTower(nn.Module):
     eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
     learned_ids: tuple[int, ...] = ()
-    """Ids of tokens whose embeddings are not in the table, but in the parameter LEARNED. They are
-    consecutive numbers, above those of all other tokens."""
+    """Ids of tokens whose embeddings are not in the table, but in the parameter LEARNED_WORD. They
+    are consecutive numbers, above those of all other tokens."""
 
     @nn.compact
     def __call__(self, ids: Int[Array, "B L"], mask: Array | None = None) -> TextOutputs:
@@ -102,7 +102,7 @@ class TextTower(nn.Module):
             bias = jnp.minimum(bias, mask_bias(mask)[:, None, None])  # [B, 1, L, L]
         tokens = table[ids].astype(jnp.float32)  # [B, L, D]
         if self.learned_ids:
-            learned = self.param(LEARNED, init, (len(self.learned_ids), self.width))
+            learned = self.param(LEARNED_WORD, init, (len(self.learned_ids), self.width))
             row = ids - self.learned_ids[0]
             tokens = jnp.where((row >= 0)[..., None], learned[jnp.maximum(row, 0)], tokens)
         h = tokens + positions[:length].astype(jnp.float32)
@@ -219,8 +219,8 @@ def with_learned(
 ) -> tuple[TextTower, Any]:
     """Return a tower and its parameters, in which tokens with new `ids` have these embeddings."""
     if tower.learned_ids:
-        vectors = np.concatenate([np.asarray(params["params"][LEARNED]), vectors])
-    params = {**params, "params": {**params["params"], LEARNED: vectors}}
+        vectors = np.concatenate([np.asarray(params["params"][LEARNED_WORD]), vectors])
+    params = {**params, "params": {**params["params"], LEARNED_WORD: vectors}}
     return tower.clone(learned_ids=(*tower.learned_ids, *ids)), params
 
 
@@ -313,12 +313,6 @@ def image_tower(
         **shared,
     )
     return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
-
-
-def cosine(images: Float[Array, "I E"], texts: Float[Array, "T E"]) -> Float[Array, "I T"]:
-    """Return the cosine similarity, -1 to 1, of each projected image with each projected text."""
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    return jnp.einsum("ie,te->it", unit(images), unit(texts), precision="highest")
 
 
 def abstract_params(tower: TextTower | ImageTower) -> Any:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 TextArrays = dict[str, Any]
 WEIGHTS = "text_weights"
 """The name of the array [B, N L] that holds the weights of tokens in N chunks of L tokens."""
-LEARNED = "learned_embedding"
+LEARNED_WORD = "learned_embedding"
 """The name of the embeddings of words that were added to a text network, float32 [N, D]."""
 
 

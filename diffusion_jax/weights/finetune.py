@@ -43,7 +43,7 @@ def start(
     s: Lora,
     weights: str,
     read: ReadParams,
-    texts: Sequence[str] = (),
+    fields: Sequence[str] = (),
     adapt: Adapt | None = None,
 ) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
@@ -53,7 +53,7 @@ def start(
         s: The config's `lora` group.
         weights: The path in the config's `unet.weights`, or "" for none.
         read: Reads `weights` as host arrays.
-        texts: The config's `data.fields`. A LoRA needs the ranges with which `weights` was trained.
+        fields: The config's `data.fields`. A LoRA needs the ranges of the fields of `weights`.
         adapt: Freezes `weights` even if s.rank is 0, to train something else than a LoRA.
 
     Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
@@ -72,7 +72,7 @@ def start(
 
     adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
     if not adapt:
-        if weights and (others := _other_ranges(weights, texts)):
+        if weights and (others := _other_ranges(weights, fields)):
             logging.warning("%s, so the network sees other numbers than before", others)
         return FineTuningStart(
             task, (lambda: _with_fields(task, weights, named())) if weights else None
@@ -83,7 +83,7 @@ def start(
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = _with_fields(task, weights, named(), all_needed=True)
-    if others := _other_ranges(weights, texts):
+    if others := _other_ranges(weights, fields):
         raise ValueError(f"{others}: use the same ranges")
     return FineTuningStart(adapt(task, base), None, pretrained.digest(base))
 
@@ -107,8 +107,8 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     return params
 
 
-def _other_ranges(weights: str, texts: Sequence[str]) -> str:
-    """Return what to say if the run `weights` was trained with other ranges of the fields `texts`.
+def _other_ranges(weights: str, fields: Sequence[str]) -> str:
+    """Return what to say if the run `weights` was trained with other ranges of `fields`.
 
     Fields that only one of them has do not count. Only a workdir tells its ranges; files and
     folders of diffusers do not.
@@ -117,12 +117,12 @@ def _other_ranges(weights: str, texts: Sequence[str]) -> str:
     if not (files.path(workdir) / runs.CHECKPOINTS).is_dir():
         return ""
     stored = runs.load(workdir)["data"].get("fields", ())
-    before, now = picture_fields.ranges(stored), picture_fields.ranges(texts)
+    before, now = picture_fields.ranges(stored), picture_fields.ranges(fields)
     if all(before[name] == now[name] for name in before.keys() & now.keys()):
         return ""
     return (
         f"unet.weights={weights} was trained with data.fields {', '.join(stored)}, but "
-        f"data.fields is {', '.join(texts)}"
+        f"data.fields is {', '.join(fields)}"
     )
 
 

@@ -3,7 +3,8 @@
 A kernel W [..., in, out] becomes W + scale * alpha / rank * down @ up, with down [..., in, rank]
 and up [rank, out]. For a convolution, this adds a convolution to `rank` channels followed by a 1x1
 convolution. `up` starts at 0, so that at step 0 the model computes the same as without LoRA. Only
-the factors and the learned loss weighting (see objective.LEARNED) are trained, averaged and saved.
+the factors and the learned loss weighting (see objective.LEARNED_WEIGHTING) are trained, averaged
+and saved.
 """
 
 import difflib

@@ -13,7 +13,7 @@ from diffusion_jax.draw import program
 from diffusion_jax.draw import stage as stage_module
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.stage import Stage
-from diffusion_jax.text.encoder import LEARNED, read_learned
+from diffusion_jax.text.encoder import LEARNED_WORD, read_learned
 from diffusion_jax.weights import finetune, lora, pretrained
 from sd_jax import task, textual_inversion
 from sd_jax import vae as vae_module
@@ -76,7 +76,7 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
         check_pipeline(p)
         sampler_inputs = make_sampler_inputs(p, encoder, preview, guide_settings)
         if learns:
-            return textual_inversion.drawn(sampler_inputs)
+            return textual_inversion.with_word(sampler_inputs)
         return lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs
 
     return stage_module.load_stage(
@@ -130,8 +130,8 @@ def write_lora(
     s = read_run(workdir)
     if s.text.learned_tokens:
         word, _, count = read_learned(s.text.learned_tokens)
-        empty = {LEARNED: jax.ShapeDtypeStruct((count, s.text.width), jnp.float32)}
-        vectors = np.asarray(finetune.factors(workdir, s, empty, ema)[LEARNED])
+        empty = {LEARNED_WORD: jax.ShapeDtypeStruct((count, s.text.width), jnp.float32)}
+        vectors = np.asarray(finetune.factors(workdir, s, empty, ema)[LEARNED_WORD])
         embedding_files.write(path, embedding_files.Embedding(word, vectors))
         return
     if not s.lora.rank:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.metrics.clip_score import normalised
 from diffusion_jax.text import clip, clip_weights, t5
 from diffusion_jax.weights import torch_weights
 from tests.parity import compare
@@ -116,7 +117,11 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
         count += compare.count(params)
     known = {name: value for name, value in known.items() if value is not None}
     if "image_features" in known and "text_features" in known:
-        known["clip_score"] = clip.cosine(known["image_features"], known["text_features"])
+        images, texts = (
+            normalised(np.asarray(known[name], np.float64))
+            for name in ("image_features", "text_features")
+        )
+        known["clip_score"] = images @ texts.T
     return _some(known, "ids or an image"), count
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from diffusion_jax.task import Task
 from diffusion_jax.text import clip, outputs, registry, tokenize
-from diffusion_jax.text.encoder import LEARNED
+from diffusion_jax.text.encoder import LEARNED_WORD
 from sd_jax import textual_inversion
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
@@ -110,7 +110,7 @@ def test_the_gradient_of_the_loss_with_respect_to_the_vectors_is_that_of_diffuse
     batch = encoder.tokenize(TEXTS)
     close(encoder.encode(encoder.frozen, batch)[0], hidden.detach().numpy())
     value = lambda params: task.loss(params, task.frozen, batch, None)[0]
-    close(jax.grad(value)({LEARNED: jnp.asarray(vectors)})[LEARNED], rows)
+    close(jax.grad(value)({LEARNED_WORD: jnp.asarray(vectors)})[LEARNED_WORD], rows)
 
 
 def test_a_model_with_an_added_word_keeps_its_pooled_text_after_conversion(

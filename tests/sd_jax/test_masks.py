@@ -44,7 +44,7 @@ def lamas_boxes(rng):
 
 @pytest.mark.parametrize("kind", ["strokes", "boxes"])
 def test_the_covered_share_of_strokes_and_boxes_is_distributed_as_lamas(kind):
-    draw, lama = getattr(masks, kind), globals()[f"lamas_{kind}"]
+    draw, lama = getattr(masks, f"_{kind}"), globals()[f"lamas_{kind}"]
     keys = jax.random.split(jax.random.key(0), KEYS)
     drawn = np.asarray(jax.jit(jax.vmap(lambda key: draw(key, SIDE, SIDE)))(keys))
     rng = np.random.default_rng(0)

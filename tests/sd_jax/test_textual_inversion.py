@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from diffusion_jax import pack, runs
 from diffusion_jax.devices import sharding
 from diffusion_jax.files import sheets
-from diffusion_jax.text.encoder import LEARNED
+from diffusion_jax.text.encoder import LEARNED_WORD
 from diffusion_jax.train import loop
 from diffusion_jax.weights import torch_weights
 from launch.planner import tasks
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_same_vectors_as_rows_of_clips_table(publish
     keys = jax.random.split(jax.random.key(3), 2)
     image = np.random.default_rng(1).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)
     batch = lambda texts: {"image": image, **encoder.tokenize(texts)}
-    words = {LEARNED: jnp.asarray(encoder.frozen["params"][LEARNED])}
+    words = {LEARNED_WORD: jnp.asarray(encoder.frozen["params"][LEARNED_WORD])}
 
     def of_table(table):
         text = {"params": {**task.frozen["text"]["params"], "token_embedding": table}}
@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_same_vectors_as_rows_of_clips_table(publish
 
     rows = jax.grad(of_table)(task.frozen["text"]["params"]["token_embedding"])
     loss = lambda p: learning.loss(p, learning.frozen, batch(["a <cat>", "<cat> <cat> c"]), keys)[0]
-    ours = jax.grad(loss)(words)[LEARNED]
+    ours = jax.grad(loss)(words)[LEARNED_WORD]
     assert np.abs(ours).max() > 1e-4
     np.testing.assert_allclose(ours[0], rows[3], rtol=1e-4, atol=1e-7)  # "d" has id 3.
 
@@ -107,7 +107,7 @@ def test_only_the_vectors_are_trained_and_a_resumed_run_equals_an_uninterrupted_
     assert {x.shape for x in jax.tree.leaves(state.params)} == {(3, 24)}
     whole = run(workdir, c)  # At its last step already.
     jax.tree.map(np.testing.assert_array_equal, state._asdict(), whole._asdict())
-    vectors = np.asarray(state.params[LEARNED])
+    vectors = np.asarray(state.params[LEARNED_WORD])
     assert np.abs(np.diff(vectors, axis=0)).max() > 1e-3  # The three equal initial vectors differ.
 
 

@@ -167,7 +167,7 @@ def test_uniform_flow_draws_times_uniformly():
 def test_learned_uncertainty_starts_at_the_loss_and_converges_to_its_logarithm():
     built = make("eps", weight="uncertainty(channels=16)")
     params = built.with_learned({"params": {}})
-    assert params[objective.LEARNED]["kernel"].shape == (16,)
+    assert params[objective.LEARNED_WEIGHTING]["kernel"].shape == (16,)
     total, losses = built.loss(params, network, X0, EPS, SIGMA)
     np.testing.assert_allclose(total, losses.mean(), rtol=1e-6)
 

@@ -133,9 +133,11 @@ def test_lora_scale_is_linear_in_samples_and_does_not_change_the_loss(scale):
 
 
 def test_parameters_of_a_learned_weighting_are_trained_with_lora():
-    learning = TASK._replace(init=lambda key: {**weights(key), objective.LEARNED: {"kernel": KEY}})
+    learning = TASK._replace(
+        init=lambda key: {**weights(key), objective.LEARNED_WEIGHTING: {"kernel": KEY}}
+    )
     params = lora.adapt(learning, weights(), S).init(KEY)
-    assert params.keys() == {"lora", objective.LEARNED}
+    assert params.keys() == {"lora", objective.LEARNED_WEIGHTING}
 
 
 def test_the_train_state_of_lora_holds_only_factors_and_is_sharded():

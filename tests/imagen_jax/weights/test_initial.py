@@ -9,7 +9,7 @@ import pytest
 import imagen_jax
 from diffusion_jax import runs
 from diffusion_jax.devices import sharding
-from diffusion_jax.diffusion.objective import LEARNED
+from diffusion_jax.diffusion.objective import LEARNED_WEIGHTING
 from diffusion_jax.precache import lookup
 from diffusion_jax.weights import finetune, lora
 from imagen_jax import task, train
@@ -63,7 +63,7 @@ def same(a, b):
 
 def test_a_run_with_a_learned_weighting_can_be_exported_and_start_another(base, tmp_path):
     workdir, params = base
-    assert LEARNED in params
+    assert LEARNED_WEIGHTING in params
     network = {"params": params["params"]}
     convert.from_workdir(workdir, tmp_path / "a.npz")
     s = settings(config())
@@ -80,7 +80,7 @@ def test_nemos_weights_are_converted_to_a_run_with_a_learned_weighting(base, tmp
     convert.to_workdir(tmp_path / "a.npz", c, tmp_path / "run")
     (model,) = imagen_jax.load(tmp_path / "run").stages
     same(model.params["params"], base[1]["params"])
-    assert float(np.abs(model.params[LEARNED]["kernel"]).max()) == 0
+    assert float(np.abs(model.params[LEARNED_WEIGHTING]["kernel"]).max()) == 0
 
 
 def test_a_lora_run_is_merged_when_it_is_exported_or_starts_another(base, adapting, tmp_path):
