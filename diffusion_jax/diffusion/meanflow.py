@@ -165,7 +165,7 @@ def unguided(text: Network, empty: Network, sigma: Sigma, s: MeanFlow) -> Networ
 def _guidance(t: Times, s: MeanFlow) -> tuple[Images, Images]:
     """Return omega and kappa at the times t, [B, 1, 1, 1]: 1 and 0 outside of [s.low, s.high]."""
     inside = (s.low <= t) & (t <= s.high)
-    return _each(jnp.where(inside, s.omega, 1)), _each(jnp.where(inside, s.kappa, 0))
+    return _each(jnp.where(inside, s.omega, 1.0)), _each(jnp.where(inside, s.kappa, 0.0))
 
 
 def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:

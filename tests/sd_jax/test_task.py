@@ -298,7 +298,7 @@ def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
-        ({"data__loss_mask": "white"}, "data.loss_mask is 'white': choose from , alpha, file"),
+        ({"data__loss_mask": "white"}, "data.loss_mask is 'white': choose from '', alpha, file"),
         (
             {"data__source": "moments", "data__loss_mask": "alpha"},
             "data.loss_mask is 'alpha', but stored moments have no masks: set it to '', or name",
