@@ -94,7 +94,7 @@ def test_image_to_image_changes_less_with_a_lower_strength(four, published, tmp_
         ((), "give exactly one of --workdir=FOLDER (a training run) and --model=PATH"),
         (
             ("--workdir={d}", "--prompt=a", "--dtype=float32"),
-            "--prediction, --tokenizer, --norm_groups, --dtype, --config, --lora and --embed",
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora need --model: ",
         ),
         (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
         (("--model={d}", "--prompts=nope.txt"), "nope.txt"),

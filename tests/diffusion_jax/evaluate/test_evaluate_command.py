@@ -12,12 +12,12 @@ import pathlib
 import re
 import types
 import warnings
-from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from PIL import Image
 
 from diffusion_jax.config import picture_fields
@@ -272,7 +272,7 @@ def named_model(folder, *names):
     """A Named model whose stages, of 3 steps, are at step 9, and have two averages each."""
     of = lambda steps: types.SimpleNamespace(
         sampler=types.SimpleNamespace(name="heun", steps=steps),
-        unet=types.SimpleNamespace(dtype="x"), output_shape=(8, 8),
+        unet=types.SimpleNamespace(dtype="x"), output_shape=(8, 8), fields=(),
     )  # fmt: skip
     settings_with = lambda fields: of(fields.get("sampler.steps", 3))
     for name, step, ema in itertools.product(names, (5, 7, 9), ("ema_0.9", "ema_0.99")):
@@ -418,9 +418,11 @@ def process(index, workdir, reference, clip):
 def test_a_table_of_prompts_with_numbers_of_the_models_fields_is_an_error(tmp_path):
     path = tmp_path / "prompts.csv"
     path.write_text("text,year\na,2000\n")
-    values = {"prompts": str(path), "size": 8, "num_prompts": None}
-    values |= dict.fromkeys(("num_seen", "num_heldout"))
-    f: Any = {n: types.SimpleNamespace(value=value, present=False) for n, value in values.items()}
+    parsed = flags.FlagValues()
+    values = {"prompts": str(path), **dict.fromkeys(("num_prompts", "num_seen", "num_heldout"))}
+    f = {n: flags.DEFINE_string(n, v, "", flag_values=parsed) for n, v in values.items()}
+    f["size"] = flags.DEFINE_integer("size", 8, "", flag_values=parsed)
+    parsed.mark_as_parsed()
     fields = picture_fields.read(("year=1900..2030",))
     subjects = [Subject(tmp_path, "", 8, 1, [], fields=of) for of in ((), fields)]
     with pytest.raises(ValueError, match=r"numbers of data.fields \(year\), which only sample"):
