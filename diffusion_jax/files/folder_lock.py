@@ -33,6 +33,7 @@ BEAT = 10.0
 """Seconds between heartbeats."""
 STALE = 60.0
 """Seconds without a heartbeat after which a writer on another machine counts as dead."""
+_held: dict[pathlib.Path, "FolderLock"] = {}
 
 
 class FolderLock:
@@ -67,12 +68,14 @@ class FolderLock:
             if number < self._number:
                 _path(self._folder, number).unlink(missing_ok=True)
         self._thread.start()
+        _held[self._folder] = self
         return self
 
     def __exit__(self, *error: object) -> None:
         """Stop the heartbeat and remove the lock."""
+        _held.pop(self._folder, None)
         self._ended.set()
-        self._thread.join()
+        self._thread.join()  # A heartbeat under way would bring the file back.
         with contextlib.suppress(OSError):  # A lock left behind is stale once this process ends.
             if _read(_path(self._folder, self._number)).get("nonce") == self._identity["nonce"]:
                 _path(self._folder, self._number).unlink()
@@ -141,10 +144,8 @@ def release(folder: files.Path) -> None:
 
     Call this before os._exit, which ends the process without leaving the FolderLock's context.
     """
-    folder = files.path(folder)
-    number, holder = _highest(folder) if folder.is_dir() else (0, {})
-    if (holder.get("pid"), holder.get("machine")) == (os.getpid(), _machine()):
-        _path(folder, number).unlink(missing_ok=True)
+    if lock := _held.get(files.path(folder)):
+        lock.__exit__()
 
 
 def refusal(folder: files.Path) -> str | None:

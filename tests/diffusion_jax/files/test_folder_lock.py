@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.files import folder_lock
 
 HOLD = """
@@ -52,6 +53,24 @@ def test_a_writer_creates_updates_and_removes_its_lock(tmp_path):
             lock = json.loads((folder / "writer-1.json").read_text())
         assert lock["beats"] >= 1
     assert list(folder.iterdir()) == []
+
+
+def test_a_heartbeat_under_way_does_not_bring_a_released_lock_back(tmp_path, monkeypatch):
+    begun, released = threading.Event(), threading.Event()
+    write = files.write_whole
+
+    def write_late(path, content):
+        begun.set()
+        released.wait(0.3)
+        write(path, content)
+
+    monkeypatch.setattr(files, "write_whole", write_late)
+    with folder_lock.FolderLock(tmp_path, beat=0.01):
+        assert begun.wait(60)
+        folder_lock.release(tmp_path)
+        released.set()
+        time.sleep(0.3)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_writer_gets_an_error_that_names_the_first(tmp_path):
