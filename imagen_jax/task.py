@@ -74,7 +74,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         """Replace the text by zeros, and keep its mask, as in NeMo."""
         return {**condition, "text": jnp.zeros_like(condition["text"])}
 
-    def prompts(frozen, batch):
+    def conditions(frozen, batch):
         given = text(frozen, batch)
 
         def negative():
@@ -126,7 +126,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         target=lambda frozen, batch, keys: to_range(batch["image"]),
         text=text,
         dropped=lambda frozen, condition: empty(condition),
-        prompts=prompts,
+        conditions=conditions,
         sample_shape=sample_shape,
         decode=lambda frozen, batch, x: x,
         editor=editor,

@@ -1,4 +1,4 @@
-"""Reads text embeddings that were computed before training and stored beside the images.
+"""Read text embeddings that were computed before training and stored beside the images.
 
 A file (.npy, .npz or .safetensors) holds the embeddings of one text: a float array [tokens, width]
 without padding. Pickles are refused, because opening them can run arbitrary code.

@@ -1,10 +1,9 @@
-"""Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
+"""Make training batches: order the data, prefetch in threads, and resume at a saved position.
 
 The training picture at sample n (counted from the start of the run), and the choice among its
 captions, depend only on the data and on (seed, n). So a run may continue at any sample with another
-batch size. Every epoch is a new permutation, and neither the number
-of processes nor a restart changes the order. With aspect buckets, the order also depends on the
-batch size.
+batch size. Every epoch is a new permutation, and neither the number of processes nor a restart
+changes the order. With aspect buckets, the order also depends on the batch size.
 """
 
 import functools

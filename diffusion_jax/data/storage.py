@@ -1,4 +1,4 @@
-"""Lists and reads the files of data sets by local path or by URL.
+"""List and read the files of data sets by local path or by URL.
 
 URLs contain "://" and are opened with fsspec. It needs one more package for each kind of URL: gcsfs
 for gs://, s3fs for s3://, aiohttp for https://.

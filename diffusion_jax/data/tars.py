@@ -1,4 +1,4 @@
-"""Finds, indexes and writes webdataset tars, on a disk or in an object store.
+"""Find, index and write webdataset tars, on a disk or in an object store.
 
 Members of a tar form a record if their paths agree up to the first dot of the file name, as
 `a/0001.jpg` and `a/0001.txt` do. The index of a tar is saved beside it (`shard.tar.index.npz`), or

@@ -315,8 +315,8 @@ def compiled_all(
 ) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
-    `options` are XLA's options for the step (see `autotuning`).
-    Returns the compiled steps, keyed by the shapes of their batch (see `shapes_of`).
+    `options` are XLA's options for the step (see `autotuning`). Returns the compiled steps, keyed
+    by the shapes of their batch (see `shapes_of`).
     """
     programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key), options)}
     examples = batches.examples()
