@@ -7,6 +7,7 @@ import numpy as np
 
 from diffusion_jax.data import storage
 from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.records import Records
 
 _NAMES = 2**20  # The largest number of names to digest, evenly spread over the records.
 
@@ -25,7 +26,7 @@ def inventory(pictures: Pictures) -> dict[str, int | str]:
     }
 
 
-def stamp(pictures: Pictures) -> str:
+def stamp(pictures: Pictures | Records) -> str:
     """Return a digest that changes when a file of a data set is written, added or removed.
 
     It also changes when the data set is copied. No file is read. Without files, it is constant.
