@@ -56,7 +56,7 @@ def guess(path: str, text: str = "") -> Data:
                 f"{path} has no column file_name or no column of captions: add it, or name the "
                 "captions with --text"
             )
-        return _data("folder", str(root.parent), text)
+        return _data("folder", path, text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
     return _of_folder(path, root, text)

@@ -64,7 +64,7 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
     (bare / "metadata.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
     for path in (bare, bare / "metadata.jsonl"):
         data = guess(str(path))
-        assert (data.source, data.path, data.text) == ("folder", str(bare), "jsonl:text")
+        assert (data.source, data.path, data.text) == ("folder", str(path), "jsonl:text")
     assert first(data) == "row 0"
     (bare / "metadata.jsonl").unlink()
     columns = {"key": ["00000"], "width": [3], "caption": ["of a table"]}
