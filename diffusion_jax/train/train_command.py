@@ -18,9 +18,8 @@ from ml_collections import config_flags
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.unread import watched
-from diffusion_jax.data import fingerprints, prompts
+from diffusion_jax.data import prompts
 from diffusion_jax.data.captions import every
-from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
@@ -106,7 +105,7 @@ def command(
                 # Open the data, the text encoder, and the measurements during training.
                 inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
-                check_data(inputs.batches.pictures)
+                check_data(inputs.batches.digests)
                 inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
                 if measure := inputs.task.measure:
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
@@ -165,11 +164,12 @@ def check_configs(config: Mapping[str, Any]) -> None:
     distributed.check_equal(facts, "start all processes with the same config")
 
 
-def check_data(pictures: Pictures) -> None:
-    """Raise ValueError in all processes if the names or sizes of their data differ."""
-    if jax.process_count() > 1:
-        facts = fingerprints.inventory(pictures)
-        distributed.check_equal(facts, "give all processes the same data (data.path)")
+def check_data(digests: Mapping[str, Any]) -> None:
+    """Raise ValueError in all processes if the names or sizes of their data differ.
+
+    `digests` is the result of `fingerprints.digests` for the data of this process.
+    """
+    distributed.check_equal(digests, "give all processes the same data (data.path)")
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
