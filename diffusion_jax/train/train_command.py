@@ -27,6 +27,7 @@ from diffusion_jax.logs import goodput, run_log, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
+from diffusion_jax.train.measuring import MEASURING
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.rehearse import rehearse
@@ -40,6 +41,8 @@ _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
 """Names of config fields that may differ between processes, such as the path of a local copy."""
+_OF_CONFIG = (finetune.BASE, vocabulary.FILE, run_log.METRICS, MEASURING)
+"""Names of files in a workdir that depend on its config."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
 _SECONDS = 15  # After this time, no further captions are read.
@@ -113,7 +116,8 @@ def command(
 
                 # Check that the workdir belongs to this run. Trace everything the run will compute.
                 runs.claim(workdir, values, write=False)
-                finetune.check_base(workdir, inputs.base)
+                if runs.has_checkpoint(workdir):
+                    finetune.check_base(workdir, inputs.base)
                 report = rehearse(
                     inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
                     ignore_memory.value, source,
@@ -128,7 +132,9 @@ def command(
 
                 # Claim the workdir, so that no other run writes to it until this process ends.
                 stack.enter_context(runs.writing(workdir))
-                runs.claim(workdir, values)
+                if runs.claim(workdir, values) and jax.process_index() == 0:
+                    for name in _OF_CONFIG:  # These belong to the config that was replaced.
+                        (workdir / name).unlink(missing_ok=True)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
 
