@@ -246,6 +246,8 @@ def training_batches(
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
     for warning in repetitions(pictures, buckets, run.batch_size):
         logging.warning("%s", warning)
+    # Settings without effect are not read, so that training warns about them (config/unread.py).
+    keep_tags = data.keep_tags if data.shuffle_tags or data.tag_drop_prob else 0
     batches = make_batches(
         pictures,
         tokenize,
@@ -259,7 +261,7 @@ def training_batches(
         name=name,
         buckets=buckets,
         fields=(named := picture_fields.read(data.fields)),
-        tags=Tags(data.shuffle_tags, data.keep_tags, data.tag_drop_prob),
+        tags=Tags(data.shuffle_tags, keep_tags, data.tag_drop_prob),
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make, named) if len(apart) else None

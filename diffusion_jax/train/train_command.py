@@ -35,8 +35,10 @@ from diffusion_jax.train.state import TrainState
 from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import finetune, restore
 
-_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
-"""Config groups with fields that only some samplers, data sources or text encoders read."""
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text", "optimizer", "lora")
+"""Config groups with fields that only some samplers, data sources, optimizers and so on read."""
+_OPTIONAL = ("evaluation",)
+"""Config groups that configs may set in advance, for runs that turn the group on."""
 _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
@@ -98,7 +100,7 @@ def command(
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
                 source = continuing.find(workdir, continue_from.value, values)
-                s, unread = watched(read(values), _WATCHED)
+                s, unread = watched(read(values), (*_WATCHED, *_OPTIONAL))
                 trained = "unet" if hasattr(s, "unet") else "vae"
                 optimizer.check_dtype(trained, getattr(s, trained))
                 check_configs(values)
@@ -220,7 +222,8 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     """Print the report of a rehearsal, and warn about each config field that the run does not read.
 
     `unread` maps such fields to their values, and `overrides` holds the fields that the command
-    line sets. Raises ValueError if an unread field is a path that the command line sets.
+    line sets. Fields of _OPTIONAL are left out unless they are among these. Raises ValueError if an
+    unread field is a path that the command line sets.
     """
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:
@@ -231,7 +234,10 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     if jax.process_index() == 0:
         print(report, flush=True)
         for field, value in unread.items():
-            logging.warning("%s is %r, but has no effect: this run does not read it", field, value)
+            if field in overrides or not field.startswith(_OPTIONAL):
+                logging.warning(
+                    "%s is %r, but has no effect: this run does not read it", field, value
+                )
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:

@@ -205,6 +205,19 @@ def test_a_mended_config_takes_over_the_workdir_of_a_start_without_a_checkpoint(
     assert [line["step"] for line in run_log.read_metrics(tmp_path / run_log.METRICS)] == [1]
 
 
+def test_settings_without_effect_are_named_before_training(tmp_path):
+    unread = {
+        "data.keep_tags": 1, "data.fields_drop_prob": 0.5, "data.prior_weight": 0.5,
+        "lora.alpha": 3.0, "lora.scale": 0.5, "optimizer.decay_from": 7,
+        "optimizer.snapshot_every": 3, "evaluation.prompts": "a.txt",
+    }  # fmt: skip
+    overrides = [f"--config.{name}={value}" for name, value in unread.items()]
+    ended = commands.run("train", *TINY, *overrides, "--rehearse", f"--workdir={tmp_path}")
+    assert ended.code == 0, ended.err
+    named = re.findall(r"(\S+) is .*, but has no effect: this run does not read it", ended.err)
+    assert sorted(named) == sorted(unread)  # Not evaluation.guidance, which the config sets.
+
+
 def test_train_help_shows_example_commands():
     text = commands.run("train", "--help").out
     assert "python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/" in text
