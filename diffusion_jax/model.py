@@ -120,17 +120,17 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         text = {**text, **numbers}
         mixed = {name: where(kept, text[name], empty[name]) for name in text}
 
-        counts = batch.get("counts")
+        weights = batch.get("loss_weight")
         if not objective.mean_flow:
             network = _network(unet, params, {**mixed, **added})
             of_batch = objective.masked(batch["loss_mask"]) if "loss_mask" in batch else objective
-            minimised, losses = of_batch.loss(params, network, x0, eps, sigma, counts)
+            minimised, losses = of_batch.loss(params, network, x0, eps, sigma, weights)
             return minimised, loss_by_noise_level(losses, sigma)
         sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
         conditions = meanflow.Conditions(*({**c, **added} for c in (mixed, text, empty)))
         network = lambda params, condition, h: _network(unet, params, condition, h)
         minimised, losses = objective.mean_flow_loss(
-            network, params, x0, eps, sigmas, conditions, kept, counts
+            network, params, x0, eps, sigmas, conditions, kept, weights
         )
         return minimised, loss_by_noise_level(losses, jnp.maximum(*sigmas))
 
@@ -163,7 +163,7 @@ def make_sampler_inputs(
     """
     objective = diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
-    scalings, span = objective.precond(time), objective.span(sigmas)
+    scalings, span = objective.make_precond(time), objective.span(sigmas)
 
     def sampler_inputs(params, frozen, batch, keys, guidance):
         shape = system.sample_shape(batch)

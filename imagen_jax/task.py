@@ -7,7 +7,6 @@ import numpy as np
 
 from diffusion_jax import model
 from diffusion_jax.config import picture_fields
-from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import editing, guidance_kinds, samplers
 from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Task, to_range
@@ -15,8 +14,6 @@ from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings
-
-__all__ = ["RULES", "example", "make_sampler_inputs", "make_task"]
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:

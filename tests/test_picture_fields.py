@@ -155,9 +155,11 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     s = read_settings(folder, "unet")
     inputs = prepared(s, "unet")
     inputs.batches.close()
-    _, key, create, layout = loop.plan(inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1))
+    _, key, create, layout = loop.set_up(
+        inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1)
+    )
     weights = tiny.random_params(prepared(read_settings(folder, "unet", ()), "unet").task)
-    state = loop.first_state(
+    state = loop.starting_state(
         tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights)
     )
     started = dict(state.params["params"])

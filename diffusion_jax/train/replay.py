@@ -125,9 +125,9 @@ def replay(
 
     # Rebuild the state and the position in the data.
     task, batches = inputs.task, inputs.batches
-    tx, key, create, layout = loop.plan(task, run, settings, mesh)
+    tx, key, create, layout = loop.set_up(task, run, settings, mesh)
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
-    state = loop.first_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
+    state = loop.starting_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
 
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
@@ -224,7 +224,7 @@ def _examine(task: Task, parts: int, mesh, state, frozen, batch, key, decode):
 
     keys = image_keys(key, int(state.step), len(jax.tree.leaves(batch)[0]))
     total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
-    for micro in not_finite.passes(batch, keys, parts):
+    for micro in not_finite.micro_batches(batch, keys, parts):
         total, of_part = add(total, state.params, frozen, *micro)
         labels.append(jax.device_get(of_part))
     # Micro batch i holds rows i, i + parts, ...
