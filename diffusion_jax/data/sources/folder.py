@@ -221,10 +221,10 @@ class Folder(Records):
                 self._inventory.add(records.other_kind(names[name], beside), [name])
 
 
-def masks_of(names: Collection[str]) -> set[str]:
+def masks_of(names: Sequence[str]) -> set[str]:
     """Return which of these image files are masks: NAME.mask.png beside NAME.jpg."""
     images = [name for name in names if not name.lower().endswith(f".{MASK}")]
-    return set(_beside(images, names, MASK).values())
+    return set(_beside(images, set(names), MASK).values())
 
 
 def _head(path: pathlib.Path) -> bytes:
