@@ -7,6 +7,7 @@ import numpy as np
 
 from diffusion_jax.data import storage
 from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.records import Records
 
 NAMES = "the digest of the pictures' names"
 """Key of the digest of names in `digests`."""
@@ -27,7 +28,7 @@ def digests(pictures: Pictures) -> dict[str, int | str]:
     }
 
 
-def stamp(pictures: Pictures) -> str:
+def stamp(pictures: Pictures | Records) -> str:
     """Return a digest that changes when a file of a data set is written, added or removed.
 
     It also changes when the data set is copied. No file is read. Without files, it is constant.

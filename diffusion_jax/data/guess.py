@@ -56,7 +56,7 @@ def guess(path: str, text: str = "") -> Data:
                 f"{path} has no column file_name or no column of captions: add it, or name the "
                 "captions with --text"
             )
-        return _data("folder", str(root.parent), text)
+        return _data("folder", path, text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
     return _of_folder(path, root, text)
@@ -166,6 +166,7 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+    files = [file for file in files if not file.name.startswith("cache-")]  # Results of `map`.
     if saved and not files:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:

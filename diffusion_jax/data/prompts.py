@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from diffusion_jax import files
 from diffusion_jax.config.picture_fields import Field
-from diffusion_jax.data import captions, records, rows, sources
+from diffusion_jax.data import captions, records, rows, sources, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
 from diffusion_jax.files import untrusted
@@ -143,7 +143,8 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
 
 
 def _folder(path: pathlib.Path) -> Iterator[tuple[str, str]]:
-    paths = sorted(path.glob("*.txt"))
+    is_text = lambda file: file.suffix.lower() == ".txt" and not storage.is_hidden(file.name)
+    paths = sorted(filter(is_text, path.iterdir()))
     return ((str(file), untrusted.read_text(file).strip()) for file in paths)
 
 

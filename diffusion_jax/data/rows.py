@@ -154,7 +154,7 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
         content, noun = content["annotations"], "annotation"
         if all(type(a.get("id")) is int for a in map(_object, content)):
             content = sorted(content, key=lambda a: a["id"])
-    elif isinstance(content, dict) and all(isinstance(v, dict | str) for v in content.values()):
+    elif isinstance(content, dict) and _is_by_image(content):
         content = [{"file_name": name, **_object(value)} for name, value in content.items()]
     if not isinstance(content, list):
         raise ValueError(
@@ -167,6 +167,11 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
         name = {"file_name": images[image]} if image in images else {}
         label = f" (id {row['id']})" if "id" in row else ""
         yield f"{path}, {noun} {number}{label}", {**row, **name}
+
+
+def _is_by_image(content: Mapping[str, Any]) -> bool:
+    """Return whether the keys of an object are names of images, as in kohya's meta_cap.json."""
+    return not likely(content) and all(isinstance(v, dict | str) for v in content.values())
 
 
 def _parsed(text: str, place: str) -> Any:

@@ -23,7 +23,7 @@ from diffusion_jax.files import remote
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
-             "last_modified")  # fmt: skip
+             "last_modified", "Last-Modified")  # fmt: skip
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
 only some of these fields."""
 # Names that begin with a dot, and names of macOS, Synology, Windows and Linux.
@@ -116,8 +116,11 @@ def stamp(path: str) -> tuple[int, int]:
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
     system = _system(path)
-    digest = hashlib.sha256(system.ukey(path).encode()).digest()
-    return int(system.info(path)["size"]), int.from_bytes(digest[:7], "big")
+    info, version = system.info(path), system.ukey(path)
+    if path.startswith("http"):  # fsspec's key of a web page is its URL alone.
+        version += _version(info)
+    digest = hashlib.sha256(version.encode()).digest()
+    return int(info["size"]), int.from_bytes(digest[:7], "big")
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
@@ -139,9 +142,9 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     A range that exceeds the end of a file is cut off there.
 
     Raises:
-        OSError: a file is missing, or a URL cannot be read in four attempts. A network fault thus
-            ends the run; it does not count as a damaged record, which would change the training
-            data.
+        OSError: a file is missing, or a URL cannot be read in four attempts, or only as a whole. A
+            network fault thus ends the run; it does not count as a damaged record, which would
+            change the training data.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -150,7 +153,10 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
         rows = [row for row in range(len(paths)) if row not in ranges]
         columns = ([column[row] for row in rows] for column in (paths, firsts, lasts))
         parts = zip(rows, system.cat_ranges(*columns, on_error="return"), strict=True)
-        ranges |= {row: part for row, part in parts if isinstance(part, bytes)}
+        ranges |= {
+            row: remote.checked_range(paths[row], part, lasts[row] - firsts[row])
+            for row, part in parts if isinstance(part, bytes)
+        }  # fmt: skip
         if len(ranges) == len(paths):
             return [ranges[row] for row in range(len(paths))]
         time.sleep(0.1 * 4**attempt)
@@ -170,11 +176,15 @@ def _stamps(paths: Sequence[str]) -> list[str]:
 
 def _stamp(path: str, row: Mapping[str, Any] | None) -> str:
     if row:
-        return " ".join(str(row[name]) for name in _CHANGING if name in row)
+        return _version(row)
     try:
         return " ".join(map(str, stamp(path)))
     except FileNotFoundError:
         return ""
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return " ".join(str(info[name]) for name in _CHANGING if name in info)
 
 
 def _system(path: str) -> fsspec.AbstractFileSystem:

@@ -109,7 +109,7 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
             batches, len(rows), "images", size=lambda batch: len(batch[-1])
         )
         _write(model, inputs, out, rows, numbers, reported, layout)
-        logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
+        logging.info("wrote %d images, %s and metadata.jsonl to %s", len(rows), sheets.NAME, out)
 
     cli.run(main, "write --prompt={!r}")
 
@@ -250,7 +250,7 @@ def _write(
         index = "".join(json.dumps(line) + "\n" for line in lines)
         files.write_whole(out / "metadata.jsonl", index)
         sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
-        sheets.write_png(out / "sheet.png", sheet)
+        sheets.write_png(out / sheets.NAME, sheet)
 
 
 def _line(

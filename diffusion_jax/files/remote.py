@@ -57,6 +57,19 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
         raise ValueError(f"no reader for {scheme}:// ({error}): install {package}") from error
 
 
+def checked_range(url: str, part: bytes, size: int) -> bytes:
+    """Return the bytes that a server sent for a range of `size` bytes of a file.
+
+    Raises OSError if there are more: some web servers ignore the range, and send the whole file.
+    """
+    if len(part) > size:
+        raise OSError(
+            f"{url} cannot be read in parts, because its server always sends the whole file: copy "
+            "it to a disk or into a bucket"
+        )
+    return part
+
+
 class Remote(pathlib.PosixPath):
     """A path into a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
 
@@ -124,7 +137,8 @@ class Remote(pathlib.PosixPath):
     def read_range(self, first: int, last: int) -> bytes:
         """Return the object's bytes from offset `first` up to, but not including, offset `last`."""
         with self._named() as system:
-            return system.cat_file(str(self), start=first, end=last) if first < last else b""  # pyright: ignore[reportReturnType]
+            part: Any = system.cat_file(str(self), start=first, end=last) if first < last else b""
+            return checked_range(str(self), part, last - first)
 
     def get(self, file: pathlib.Path) -> None:
         """Copy the object's content into a local file."""
@@ -246,6 +260,8 @@ class Remote(pathlib.PosixPath):
         Keys are relative paths. The key "" is for the object at this path itself.
         """
         with self._named() as system:
+            if self.parts[0].startswith("http"):  # fsspec's find says nothing about the file.
+                return {"": system.info(str(self))}
             objects: Any = system.find(str(self), detail=True)
         return {name[self._start :]: info for name, info in objects.items()}
 
@@ -295,7 +311,7 @@ def _probe(folder: Remote) -> None:
 
 def _version(info: dict[str, Any]) -> str:
     """Return a string that changes with an object's content: its etag, generation, time or size."""
-    names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
+    names = ("etag", "ETag", "generation", "LastModified", "Last-Modified", "mtime", "size")
     return next(f"{name} {info[name]}" for name in names if info.get(name) is not None)
 
 

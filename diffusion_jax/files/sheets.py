@@ -14,6 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_jax import files
 
+NAME = "sheet.png"
+"""The name of the contact sheet that `sample` writes."""
 _CELL = 128  # Approximate width of a picture in pixels; smaller images are enlarged.
 _LETTERS = 12  # Font size in pixels. In smaller fonts, the spaces between words disappear.
 _LINE = 14  # Height of a line of text.

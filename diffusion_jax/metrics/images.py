@@ -1,7 +1,9 @@
 """Read images for feature extractors from folders, tars and other data sources."""
 
+import contextlib
 import itertools
 import os
+import pathlib
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,11 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from diffusion_jax import files
-from diffusion_jax.data import sources
+from diffusion_jax.data import rows, sources, storage
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.folder import masks_of
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import sheets, untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")
@@ -51,7 +53,8 @@ def open_files(path: str) -> ImageFiles:
 def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
     """Return the image files of a folder as Files, sorted by name. Ignore subfolders and masks.
 
-    Numbers in names are sorted as numbers: 2.png comes before 10.png.
+    Numbers in names are sorted as numbers: 2.png comes before 10.png. Left out are hidden files,
+    and the contact sheet and the smaller images of earlier stages that `sample` wrote.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -60,10 +63,9 @@ def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
     root = files.local(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}")
-    paths = [p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES]
+    paths = _image_paths(root)
     masks = masks_of([path.name for path in paths])
     paths = [path for path in paths if path.name not in masks]
-    paths.sort(key=lambda path: (natural(path.stem), path.name))
     if not paths:
         folders = any(path.is_dir() for path in root.iterdir())
         subfolders = "; it has subfolders: choose one of them" if folders else ""
@@ -88,14 +90,32 @@ def check_order(folder: str) -> None:
         ValueError: two names differ only in zeros before a number or in the suffix.
     """
     root = files.local(folder)
-    paths = sorted(root.iterdir(), key=lambda p: (natural(p.stem), p.name)) if root.is_dir() else []
-    paths = [path for path in paths if path.suffix[1:].lower() in SUFFIXES]
-    for one, two in itertools.pairwise(paths):
+    for one, two in itertools.pairwise(_image_paths(root) if root.is_dir() else []):
         if natural(one.stem) == natural(two.stem):
             raise ValueError(
                 f"the order of {one.name} and {two.name} in {folder} is ambiguous, so they cannot "
                 "be paired with prompts: rename them"
             )
+
+
+def _image_paths(root: pathlib.Path) -> list[pathlib.Path]:
+    """Return the paths of a folder's images, sorted by name. See `folder_files`."""
+    other = _beside_drawn(root)
+    is_image = lambda name: name.rpartition(".")[2].lower() in SUFFIXES and name not in other
+    paths = [p for p in root.iterdir() if is_image(p.name) and not storage.is_hidden(p.name)]
+    return sorted(paths, key=lambda path: (natural(path.stem), path.name))
+
+
+def _beside_drawn(root: pathlib.Path) -> set[str]:
+    """Return the names of the image files that `sample` writes beside the images it draws."""
+    index, drawn, smaller = root / "metadata.jsonl", set[str](), set[str]()
+    if not index.is_file():
+        return set()
+    with contextlib.suppress(ValueError):  # It belongs to other images.
+        for _, row in rows.read(index):
+            drawn.add(str(row.get("file_name")))
+            smaller.update(row.get("smaller", ()))
+    return {sheets.NAME, *smaller} - drawn
 
 
 def record_files(records: Records) -> ImageFiles:

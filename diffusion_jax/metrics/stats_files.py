@@ -20,6 +20,8 @@ from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import FeatureRows, Gaussian
 
+_ASYMMETRY = 1e-3  # Largest relative difference between a covariance and its transpose.
+
 
 class Stats(NamedTuple):
     """Statistics of one set of images: mean, covariance, and optionally features and a card."""
@@ -65,7 +67,8 @@ def read(path: str | os.PathLike[str]) -> Stats:
             contents = untrusted.read_archive(file)
     except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    n = int(contents["n"]) if "n" in contents else None
+    n = contents.get("n")
+    n = int(n.item()) if n is not None and n.size == 1 else None
     card = json.loads(str(contents["card"])) if "card" in contents else None
     moments = _moments(path, contents, "mu", "sigma", n)
     spatial = _moments(path, contents, "mu_s", "sigma_s", n) if "mu_s" in contents else None
@@ -118,7 +121,13 @@ def _moments(
         raise ValueError(f"{path} must hold {mu} [D] and {sigma} [D, D], but holds {shapes}")
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
         raise ValueError(f"{path} holds values that are not finite: compute the statistics again")
-    return Gaussian(mean.astype(np.float64), cov.astype(np.float64), n)
+    mean, cov = mean.ravel().astype(np.float64), cov.astype(np.float64)  # Some means are [1, D].
+    if np.abs(cov - cov.T).max() > _ASYMMETRY * np.abs(cov).max() or np.diag(cov).min() < 0:
+        raise ValueError(
+            f"{sigma} in {path} is not a covariance (symmetric, without negative variances): "
+            "compute the statistics again"
+        )
+    return Gaussian(mean, cov, n)
 
 
 _FIELDS = {"extractor": "name", "weights": "weights", "preprocessing": "preprocessing"}

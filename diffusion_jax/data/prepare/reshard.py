@@ -17,7 +17,7 @@ from PIL import Image
 
 from diffusion_jax.config import named
 from diffusion_jax.config.picture_fields import Field
-from diffusion_jax.data import decoding, records, tars
+from diffusion_jax.data import decoding, fingerprints, records, tars
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records
@@ -83,8 +83,8 @@ def reshard(
         counted.
 
     Raises:
-        ValueError: If `out` holds shards of another source or with other settings, or an argument
-            is out of range.
+        ValueError: If `out` holds shards of another source, with other settings or from before a
+            file of the source changed, or an argument is out of range.
     """
     named.one_of("format", format, FORMATS)
     if num < 1:
@@ -96,12 +96,20 @@ def reshard(
     if checksums and format != "webdataset":
         raise ValueError(f"checksums is set, but {format} files have their own: leave it out")
     shrinking = {"size": size, "pad": pad} if size else {}
-    settings_record.record(
+    stamp = fingerprints.stamp(records)
+    stored = settings_record.record(
         out / MANIFEST,
         {**identity, "records": len(records), "num": num, "format": format, **shrinking}
         | ({"checksums": True} if checksums else {})
-        | ({"fields": [field.name for field in fields]} if fields else {}),
+        | ({"fields": [field.name for field in fields]} if fields else {})
+        | {"files": stamp},
+        free=("files",),
     )
+    if stored.get("files", stamp) != stamp:  # Earlier versions did not record them.
+        raise ValueError(
+            f"files of the data set have changed since shards were first written into {out}: write "
+            "into another folder"
+        )
     mine = range(process, -(-len(records) // num), processes)
     path = functools.partial(_path, out, format)
     encode = functools.partial(_encode, size=size, pad=pad, fields=fields)

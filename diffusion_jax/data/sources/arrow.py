@@ -9,12 +9,15 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, tars
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.files import untrusted
 
 SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes beside the tables.
 
@@ -82,6 +85,10 @@ class TableRecords(Records):
             raise ValueError(
                 f"{name} has no image column, but only the columns {columns}: {advice}"
             )
+        if len(images) > 1:
+            logging.warning(
+                "%s has several image columns (%s): reading the first", name, ", ".join(images)
+            )
         if missing and (uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(
                 f"data.text is {text!r}, but {name} has only the columns {columns}: set data.text "
@@ -147,8 +154,8 @@ class Arrow(TableRecords):
             fields: the columns of the numbers of each image.
 
         Raises:
-            FileNotFoundError: the folder does not exist, or the image of the first row is a path
-                that does not exist.
+            FileNotFoundError: the folder or one of its tables does not exist, or the image of the
+                first row is a path that does not exist.
             ValueError: there are no .arrow files, no rows, no image column or no column of a
                 number, a file is damaged, or there is no caption column and `uncaptioned` is not
                 "empty".
@@ -162,8 +169,7 @@ class Arrow(TableRecords):
                 f"there is no folder {place}: check the path, or write the folder with "
                 "save_to_disk of Hugging Face's datasets"
             )
-        paths = sorted((root / split).glob("*.arrow"))
-        if not paths:
+        if not (paths := _tables(root / split)):
             splits = ", ".join(sorted(p.parent.name for p in root.glob("*/state.json")))
             raise ValueError(
                 f"no .arrow files in {root / split} (splits of {place}: {splits or 'none'}): "
@@ -171,11 +177,44 @@ class Arrow(TableRecords):
                 "'huggingface'"
             )
         self._paths = paths
-        table = pyarrow.concat_tables(map(_open, paths))
+        try:
+            table = pyarrow.concat_tables(map(_open, paths))
+        except pyarrow.ArrowInvalid as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"the .arrow files in {root / split} have different columns ({reason:.200}): keep "
+                "those of one data set"
+            ) from error
         super().__init__(table, os.fspath(path), text, root / split, uncaptioned, fields)
 
     def files(self) -> list[str]:
         return list(map(str, self._paths))
+
+
+def _tables(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the .arrow files that save_to_disk wrote last, or all without its state.json.
+
+    The folder may also hold tables of an earlier save_to_disk, and results of `map` and `filter`.
+
+    Raises:
+        FileNotFoundError: a table is missing.
+        ValueError: state.json is damaged.
+    """
+    state = folder / SAVED[0]
+    if not state.is_file():
+        return sorted(folder.glob("*.arrow"))
+    try:
+        paths = [
+            folder / table["filename"]
+            for table in untrusted.parse_json(state.read_text())["_data_files"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{state} is damaged: {error!r}; copy or write it again") from error
+    if missing := [path for path in paths if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{missing[0]} is missing, one of the {len(paths)} tables in {state}: copy it"
+        )
+    return paths
 
 
 def _open(path: pathlib.Path) -> Any:

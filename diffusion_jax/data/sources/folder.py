@@ -45,7 +45,8 @@ class Folder(Records):
         """List the files and read the tables.
 
         Args:
-            path: the folder, which is searched recursively.
+            path: the folder, which is searched recursively, or a table of captions in it; then, no
+                other table of its kind is read.
             text: where the texts are. Files beside the images: "txt" or "json:FIELD" for captions,
                 or a suffix such as "npy" or "t5.npz" for embeddings. Tables: the kind (a key of
                 metadata.SUFFIXES) and the caption column, such as "jsonl:caption". Several places,
@@ -62,13 +63,23 @@ class Folder(Records):
                 images lack a text and `uncaptioned` is "drop", images lack a number or mask, or
                 `text` or `fields` names a table that is missing or damaged.
         """
-        self._root = pathlib.Path(path)
         records.check_exists([os.fspath(path)], "folder")
         parts = records.check_text(text, metadata.SUFFIXES)
-        self._inventory, self._texts = Inventory(), []
-        prefix = os.path.join(path, "")
-        found = storage.walk(os.fspath(path), self._inventory)
-        names = {name.removeprefix(prefix): records.suffix_of(name) for name in found}
+        root, table = os.fspath(path), ""
+        if os.path.isfile(root):
+            root, table = os.path.dirname(root) or ".", os.path.basename(root)
+        kind = os.path.splitext(table)[1].lower()
+        if table and kind not in {metadata.SUFFIXES.get(part.suffix) for part in parts}:
+            raise ValueError(
+                f"data.path is the file {path}, but data.text is {text!r}: name a folder or, with "
+                "data.text=csv:COLUMN, a table"
+            )
+        self._root, self._inventory, self._texts = pathlib.Path(root), Inventory(), []
+        found = (
+            n.removeprefix(os.path.join(root, "")) for n in storage.walk(root, self._inventory)
+        )
+        is_other = lambda name: table and name != table and name.lower().endswith(kind)
+        names = {name: records.suffix_of(name) for name in found if not is_other(name)}
         suffixes = names.values()
         is_picture = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
         masks = masks_of([name for name in names if is_picture(name)])
@@ -210,10 +221,10 @@ class Folder(Records):
                 self._inventory.add(records.other_kind(names[name], beside), [name])
 
 
-def masks_of(names: Collection[str]) -> set[str]:
+def masks_of(names: Sequence[str]) -> set[str]:
     """Return which of these image files are masks: NAME.mask.png beside NAME.jpg."""
     images = [name for name in names if not name.lower().endswith(f".{MASK}")]
-    return set(_beside(images, names, MASK).values())
+    return set(_beside(images, set(names), MASK).values())
 
 
 def _head(path: pathlib.Path) -> bytes:

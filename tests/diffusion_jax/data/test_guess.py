@@ -64,7 +64,7 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
     (bare / "metadata.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
     for path in (bare, bare / "metadata.jsonl"):
         data = guess(str(path))
-        assert (data.source, data.path, data.text) == ("folder", str(bare), "jsonl:text")
+        assert (data.source, data.path, data.text) == ("folder", str(path), "jsonl:text")
     assert first(data) == "row 0"
     (bare / "metadata.jsonl").unlink()
     columns = {"key": ["00000"], "width": [3], "caption": ["of a table"]}
@@ -157,6 +157,7 @@ def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path
     data = guess(str(tmp_path / "clone"))
     assert data.path == f"{tmp_path}/clone@train" and first(data) == "x"
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
+    datasets.load_from_disk(tmp_path / "saved/train").shuffle()  # Writes cache-NUMBER.arrow.
     data = guess(str(tmp_path / "saved"))
     assert (data.source, data.path) == ("arrow", f"{tmp_path}/saved@train") and first(data) == "x"
     assert guess(str(tmp_path / "saved" / "test")).path == f"{tmp_path}/saved/test"

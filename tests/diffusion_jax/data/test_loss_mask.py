@@ -128,7 +128,7 @@ def test_transparent_parts_of_a_mask_do_not_count():
     np.testing.assert_array_equal(weights(png(palette, transparency=0)), white[..., 3])
 
 
-def test_a_mask_that_does_not_say_what_counts_is_unusable():
+def test_a_coloured_black_damaged_or_ambiguous_mask_is_unusable():
     partly = np.full((SIDE, SIDE, 4), 120, np.uint8)
     partly[:4, :, 3] = 255
     for mask, message in (

@@ -39,6 +39,13 @@ def test_byte_order_marks_are_not_part_of_a_prompt(tmp_path, encoding):
         assert read(tmp_path, name, content.encode(encoding)) == ["é one", "two"], name
 
 
+def test_prompts_of_a_folder_are_its_text_files_without_hidden_ones(tmp_path):
+    for name in ("b.txt", "a.TXT", "._a.txt", ".notes.txt", "c.md"):
+        (tmp_path / name).write_bytes(b"\0" if name.startswith("._") else name.encode())
+    assert prompts.read(tmp_path) == ["a.TXT", "b.txt"]
+    assert prompts.names(tmp_path) == ["a", "b"]
+
+
 def test_blank_prompts_are_skipped_and_counted(tmp_path, caplog):
     read(tmp_path, "p.txt", "a\n\n \nb\n\n\n")
     assert "p.txt: left out 2 blank prompts; the first: line 2" in caplog.text
@@ -148,6 +155,10 @@ def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, 
         ("p.json", '{"a.png": "a", "a.png": "b"}', "p.json: invalid JSON: the key 'a.png' occurs"),
         ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
         ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
+        (
+            "p.json", '{"prompt": "a cat", "negative_prompt": "blurry"}',
+            'p.json holds {"prompt": "a cat", "negative_prompt": "blurry"}: it needs a list',
+        ),
         ("p.json", '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
          r"p.json, annotation 2 \(id 2\): caption is null"),
         ("p.json", '{"annotations": [{"id": 1, "image_id": 2, "category_id": 3}]}',

@@ -1,12 +1,18 @@
 """Local paths and URLs behave equally. memory:// stands in for an object store."""
 
+import functools
+import http.server
+import io
+import os
+import re
 import tarfile
+import threading
 
 import fsspec
 import pytest
 
 from diffusion_jax import files
-from diffusion_jax.data import storage, tars
+from diffusion_jax.data import prompts, storage, tars
 from diffusion_jax.data.inventory import Inventory
 
 
@@ -64,6 +70,77 @@ def test_a_failed_range_is_requested_again(monkeypatch):
     monkeypatch.setattr(system, "cat_ranges", fail_at_first)
     assert storage.read_ranges(["memory://again/a"] * 2, [0, 1], [1, 2]) == [b"a", b"b"]
     assert [len(paths) for paths in requests] == [2, 1]
+
+
+class Pages(http.server.SimpleHTTPRequestHandler):
+    """Serve files, as a web server does."""
+
+    ranges = True
+    """Whether to send only the range of bytes that is asked for."""
+
+    def send_head(self):
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not (asked and self.ranges):
+            return super().send_head()
+        path = self.translate_path(self.path)
+        with open(path, "rb") as file:
+            part = file.read()[int(asked[1]) : int(asked[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        return io.BytesIO(part)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Return (the folder, the URL) of a web server."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder := tmp_path / "site").mkdir()
+    handler = functools.partial(Pages, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield folder, f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+def replace(path, content, time):
+    path.write_text(content)
+    os.utime(path, (time, time))
+
+
+def test_a_web_server_that_ignores_ranges_is_an_error_and_not_the_start_of_the_file(
+    site, monkeypatch
+):
+    folder, url = site
+    replace(folder / "a.tar", "0123456789", 10**9)
+    assert storage.read_ranges([f"{url}/a.tar"], [3], [5]) == [b"34"]
+    assert files.path(f"{url}/a.tar").read_range(3, 5) == b"34"
+    monkeypatch.setattr(Pages, "ranges", False)
+    message = r"a\.tar cannot be read in parts, because its server always sends the whole file"
+    with pytest.raises(OSError, match=message):
+        storage.read_ranges([f"{url}/a.tar"], [3], [5])
+    with pytest.raises(OSError, match=message):
+        files.path(f"{url}/a.tar").read_range(3, 5)
+    assert storage.read_ranges([f"{url}/a.tar"], [0], [10]) == [b"0123456789"]
+
+
+def test_a_file_on_a_web_server_is_read_again_after_a_change(site):
+    folder, url = site
+    for name in ("a.tar", "b.tar"):
+        replace(folder / name, "old", 10**9)
+    before = storage.stamp(f"{url}/a.tar"), storage.stamps([f"{url}/a.tar", f"{url}/b.tar"])
+    replace(folder / "prompts.txt", "a cat\n", 10**9)
+    assert prompts.read(f"{url}/prompts.txt") == ["a cat"]
+    replace(folder / "a.tar", "new", 2 * 10**9)
+    replace(folder / "prompts.txt", "a dog\n", 2 * 10**9)
+    after = storage.stamp(f"{url}/a.tar"), storage.stamps([f"{url}/a.tar", f"{url}/b.tar"])
+    assert before[0] != after[0] and before[1][0] != after[1][0] and before[1][1] == after[1][1]
+    assert prompts.read(f"{url}/prompts.txt") == ["a dog"]
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
+        prompts.read(f"{url}/none.txt")
 
 
 def test_an_unknown_url_scheme_is_an_error():

@@ -43,6 +43,21 @@ def test_a_folder_is_read_in_order_of_names_and_converted_to_rgb(folder):
     assert status.tolist() == [0, 0, 0, 0]
 
 
+def test_hidden_files_and_what_sample_writes_beside_its_images_are_left_out(tmp_path):
+    names = lambda: [images.folder_files(tmp_path).read(i)[1].rpartition("/")[2] for i in range(n)]
+    for name in ("a.png", "a_64.png", "sheet.png", "._a.png", ".b.png"):
+        write(tmp_path / name)
+    n = images.folder_files(tmp_path).number
+    assert names() == ["a.png", "a_64.png", "sheet.png"]
+    drawn = '{"file_name": "a.png", "text": "a fox", "seed": 0, "smaller": ["a_64.png"]}\n'
+    (tmp_path / "metadata.jsonl").write_text(drawn)
+    n = images.folder_files(tmp_path).number
+    assert names() == ["a.png"]
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "sheet.png", "text": "a sheet"}\n')
+    n = images.folder_files(tmp_path).number
+    assert names() == ["a.png", "a_64.png", "sheet.png"]
+
+
 def test_broken_images_are_read_as_zeros_with_status_1(folder):
     (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:90])
     Image.fromarray(np.full((12, 16), 40000, np.uint16)).save(folder / "ab.png")

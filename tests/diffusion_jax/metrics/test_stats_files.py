@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.metrics import cards, features, stats_files
+from diffusion_jax.metrics import cards, features, fid, stats_files
 from diffusion_jax.metrics.stats_files import Stats
 from tests.diffusion_jax.metrics import toy
 
@@ -54,6 +54,14 @@ def test_a_file_of_another_program_is_read_without_a_card(tmp_path):
         stats_files.check("a.npz", read, toy.extractor(width=7))
 
 
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1)])
+def test_a_mean_is_read_as_a_vector(tmp_path, shape):
+    np.savez(tmp_path / "a.npz", mu=np.arange(6.0).reshape(shape), sigma=np.eye(6), n=np.array([9]))
+    read = stats_files.read(tmp_path / "a.npz").gaussian
+    assert fid.frechet(read, features.Gaussian(np.zeros(6), np.eye(6), None)) == 55
+    assert read.n == 9
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -81,6 +89,11 @@ def test_statistics_of_another_extractor_are_an_error(change, message):
         ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"but holds mu \(3,\), sigma \(4, 4\)"),
         ({"mu": np.array([0, np.nan, 0]), "sigma": np.eye(3)}, "holds values that are not finite"),
         ({"mu": np.zeros(3), "sigma": np.diag([1, np.inf, 1])}, "holds values that are not finite"),
+        (
+            {"mu": np.zeros(2), "sigma": np.array([[2, 1], [0, 2]])},
+            "sigma in .* is not a covariance",
+        ),
+        ({"mu": np.zeros(2), "sigma": np.diag([1, -1])}, "sigma in .* is not a covariance"),
         ({"mu": np.array([{}])}, "cannot read .*: ValueError: it holds Python objects"),
     ],
 )

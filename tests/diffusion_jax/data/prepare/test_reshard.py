@@ -67,6 +67,20 @@ def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):
     assert (tmp_path / "once/000000.tar").stat().st_mtime_ns == modified
 
 
+def test_shards_of_files_that_have_changed_are_not_kept_silently(tmp_path):
+    path, out = digits.write_examples(tmp_path / "data", 5, size=8), tmp_path / "out"
+    assert write(path, out)["written"] == 5
+    assert write(path, out)["written"] == 0
+    caption = path / "00001.txt"
+    caption.write_text(f"{caption.read_text()} corrected")
+    with pytest.raises(ValueError, match=r"files of the data set have changed since .*/out: write"):
+        write(path, out)
+    record = json.loads((out / reshard.MANIFEST).read_text())
+    del record["files"]  # As in folders of earlier versions.
+    (out / reshard.MANIFEST).write_text(json.dumps(record))
+    assert write(path, out)["written"] == 0
+
+
 def test_a_failing_shard_leaves_no_file(folder, tmp_path, monkeypatch):
     def fail(row, record, **options):
         raise KeyboardInterrupt

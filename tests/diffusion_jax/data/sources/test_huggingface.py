@@ -84,6 +84,38 @@ def test_every_layout_is_read_with_pictures_and_captions(written, source, path, 
     assert read(source, written / path) == rows
 
 
+def test_only_the_tables_that_save_to_disk_wrote_last_are_read(tmp_path, caplog):
+    import datasets
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "mask": datasets.Image(), "text": datasets.Value("string")}
+    )
+    columns = {
+        "image": [Image.fromarray(pixels(i)) for i in range(NUM)],
+        "mask": [Image.fromarray(pixels(99))] * NUM,
+        "text": [text for _, text in TRAIN],
+    }
+    rows, saved = datasets.Dataset.from_dict(columns, features=features), tmp_path / "saved"
+    rows.save_to_disk(saved, num_shards=2)
+    rows.select([4, 2]).save_to_disk(saved, num_shards=1)  # The two former tables stay.
+    datasets.load_from_disk(saved).map(lambda row: {"text": row["text"] + "!"})
+    assert len(list(saved.glob("*.arrow"))) == 4
+    assert read("arrow", saved) == [TRAIN[4], TRAIN[2]]
+    assert "has several image columns (image, mask): reading the first" in caplog.text
+    (saved / "state.json").unlink()
+    assert len(read("arrow", saved)) == 2 + NUM + 2
+    rows.remove_columns("mask").save_to_disk(saved, num_shards=3)
+    (saved / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow is missing, one of"):
+        read("arrow", saved)
+    (saved / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"state\.json is damaged: KeyError\('_data_files'\)"):
+        read("arrow", saved)
+    (saved / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"have different columns .* keep those of one data set"):
+        read("arrow", saved)
+
+
 def test_captions_of_a_hugging_face_data_set_can_be_prompts(written):
     assert prompts.read(f"huggingface:{written}/clone@test::text") == ["number 50", "number 51"]
     drawn = prompts.read(f"arrow:{written}/saved@train::text", 3)

@@ -39,6 +39,24 @@ def test_jsonl_rows_name_images_relative_to_the_table(tmp_path):
     assert folder.left_out() == {"no_caption": 1, "row_without_image": 1}
 
 
+def test_a_path_that_names_a_table_leaves_out_the_others(tmp_path):
+    images(tmp_path, "train/a.png", "val/b.png")
+    for split, name in (("train", "a"), ("val", "b")):
+        (tmp_path / f"{split}.csv").write_text(f"file_name,text\n{split}/{name}.png,{name}\n")
+    assert texts(Folder(tmp_path, "csv:text")) == {"train/a.png": "a", "val/b.png": "b"}
+    folder = Folder(tmp_path / "train.csv", "csv:text", uncaptioned="drop")
+    assert texts(folder) == {"train/a.png": "a"} and folder.left_out() == {"no_caption": 1}
+    names = [file.removeprefix(f"{tmp_path}/") for file in folder.files()]
+    assert names == ["train.csv", "train/a.png", "val/b.png"]
+    with pytest.raises(ValueError, match=r"1 of 2 images have no text .*: val/b\.png"):
+        Folder(tmp_path / "train.csv", "csv:text")
+    message = (
+        r"data\.path is the file .*train\.csv, but data\.text is 'txt': name a folder or, with"
+    )
+    with pytest.raises(ValueError, match=message):
+        Folder(tmp_path / "train.csv", "txt")
+
+
 def test_the_layout_of_img2dataset_is_read(tmp_path):
     images(tmp_path, "00000/000000000.jpg", "00000/000000002.jpg", "00001/000010000.webp")
     for shard, keys in (("00000", range(3)), ("00001", [10000])):
