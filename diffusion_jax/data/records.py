@@ -319,7 +319,7 @@ def suffix_of(name: str) -> str:
 
 
 def check_exists(paths: Sequence[str], format: str) -> None:
-    """Check that the paths of a data set exist.
+    """Check that the paths of a data set exist, and that none is a zip file.
 
     Args:
         paths: local paths or URLs.
@@ -327,9 +327,15 @@ def check_exists(paths: Sequence[str], format: str) -> None:
 
     Raises:
         FileNotFoundError: a path is missing. The message shows how to make an example data set.
+        ValueError: a path is a zip file.
     """
     missing = [path for path in paths if not files.path(path).exists()]
     if not missing:
+        for path in paths:
+            if path.lower().endswith(".zip") and not storage.is_folder(path):
+                raise ValueError(
+                    f"{path} is a zip file, which is not read: unpack it into a folder"
+                )
         return
     message = f"no data at {_some(missing[:3], len(missing))}: check the path"
     if not storage.is_url(missing[0]):
@@ -356,6 +362,7 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     if num_images == 0:
         others = _list(suffixes)
         advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice += ", or unpack the zip files" if "zip" in others else ""
         for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
             advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(

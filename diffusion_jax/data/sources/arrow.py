@@ -77,9 +77,13 @@ class TableRecords(Records):
         if not len(table):
             raise ValueError(f"{name} has no rows: choose another data set or split")
         if not images:
+            advice = "choose a data set with images"
+            for field in table.schema:
+                if str(field.type) in ("binary", "large_binary"):
+                    cast = f"cast_column({field.name!r}, datasets.Image())"
+                    advice = f"if {field.name} holds picture files, save the data set after {cast}"
             raise ValueError(
-                f"{name} has no image column, but only the columns {columns}: choose a data set "
-                "with images"
+                f"{name} has no image column, but only the columns {columns}: {advice}"
             )
         if len(images) > 1:
             logging.warning(
