@@ -37,11 +37,15 @@ FREE = (
 
 def claim(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
-) -> None:
+) -> bool:
     """Write the config into a workdir, after checking it against the config that is there, if any.
 
     Fields that do not affect what the model learns may differ, such as the number of steps or the
-    mesh. If `write` is False, the configs are only compared.
+    mesh. Without a checkpoint, as after a start that failed, all fields may differ. If `write` is
+    False, the configs are only compared.
+
+    Returns:
+        Whether the config replaces another one that differs in what the model learns.
 
     Raises:
         ValueError: If another field differs, or the workdir is not a folder.
@@ -57,13 +61,18 @@ def claim(
     moved = ("unet.weights",) if adapts else ()
     free = ("version", *FREE, *unread, *moved)
     different = path.exists() and settings_record.differences(load(workdir), config, free)
-    if different:
+    if different and has_checkpoint(workdir):
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
             "choose another --workdir, or use the config of this workdir. To keep the state of "
             f"this run, choose another --workdir with --continue_from={workdir}"
         )
-    if write and path.exists():
+    if write and different:
+        logging.warning(
+            "%s holds no checkpoint, so this config replaces that of an earlier start (%s)",
+            workdir, different,
+        )  # fmt: skip
+    elif write and path.exists():
         begun = untrusted.parse_json(path.read_text()).get("version", 0)
         if begun < versions.IMAGE_KEYS:
             logging.warning(
@@ -73,6 +82,13 @@ def claim(
     if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
+    return bool(different)
+
+
+def has_checkpoint(workdir: str | os.PathLike[str]) -> bool:
+    """Return whether a workdir holds a checkpoint, be it damaged. Unfinished ones do not count."""
+    folder = files.path(workdir) / CHECKPOINTS
+    return folder.is_dir() and any(".orbax-checkpoint-tmp" not in p.name for p in folder.iterdir())
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         wrap_denoiser=lambda frozen, denoise: threshold(denoise),
         fields=named,
         field_values=picture_fields.values(named, s.sampler.fields),
-        field_drop_prob=s.data.fields_drop_prob,
+        field_drop_prob=s.data.fields_drop_prob if named else 0.0,
     )
 
 

@@ -32,7 +32,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
             moments without sampling.
     """
     supplied, frozen = system(s.pipeline, encoder), {"text": encoder.frozen, "vae": vae_params}
-    supplied = supplied._replace(field_drop_prob=s.data.fields_drop_prob)
+    if s.data.fields:
+        supplied = supplied._replace(field_drop_prob=s.data.fields_drop_prob)
     return model.make_task(supplied, s.diffusion, s.sampler, s.text.drop_prob, frozen)
 
 

@@ -165,7 +165,7 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, started, weights["params"])
 
 
-def test_a_lora_needs_the_ranges_of_its_bases_fields_and_full_finetuning_warns_of_others(
+def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_finetuning(
     folder, tmp_path, caplog
 ):
     config = quickstart.get_config()
@@ -217,7 +217,7 @@ def test_an_unknown_argument_of_a_network_is_an_error(folder):
         ("aesthetic=11", r"the field aesthetic is '11': it must be a number from 0 to 10"),
     ],
 )
-def test_invalid_scores_for_sampling_are_errors(folder, system, text, message):
+def test_invalid_numbers_for_fields_in_sampling_are_errors(folder, system, text, message):
     with pytest.raises(ValueError, match=message):
         read_settings(folder, "sd" if system == "sd" else "unet", fields=text)
 

@@ -9,19 +9,21 @@ from diffusion_jax.data import storage
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.records import Records
 
-_NAMES = 2**20  # The largest number of names to digest, evenly spread over the records.
+NAMES = "the digest of the pictures' names"
+"""Key of the digest of names in `digests`."""
+_MOST = 2**20  # The largest number of names to digest, evenly spread over the records.
 
 
-def inventory(pictures: Pictures) -> dict[str, int | str]:
+def digests(pictures: Pictures) -> dict[str, int | str]:
     """Return the number of pictures, and digests of their names and of the sizes of their files.
 
-    Copies of a data set on several machines have equal inventories. No file is read.
+    Copies of a data set on several machines have equal digests. No file is read.
     """
-    rows = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), _NAMES)).astype(np.int64))
+    rows = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), _MOST)).astype(np.int64))
     sizes = [stamp.partition(" ")[0] for stamp in storage.stamps(pictures.files())]
     return {
         "the number of pictures": len(pictures),
-        "the digest of the pictures' names": _digest(map(str, pictures.keys(rows).tolist())),
+        NAMES: _digest(map(str, pictures.keys(rows).tolist())),
         "the digest of the files' sizes": _digest(sizes),
     }
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, UInt64
 from diffusion_jax.config import named, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import CROPS, Data, Run
-from diffusion_jax.data import aspect_buckets, captions
+from diffusion_jax.data import aspect_buckets, captions, fingerprints
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.captions import Tags
 from diffusion_jax.data.mixture import Mixture
@@ -105,6 +105,7 @@ class Batches:
         self.pictures, self._make, self._buckets, self._tags = pictures, make, buckets, tags
         self.apart: Apart | None = None
         self._batch_size = batch_size
+        self.digests = fingerprints.digests(pictures)
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
         if isinstance(pictures, Mixture):
             self._identity |= {"parts": pictures.lengths, "weights": pictures.weights}
@@ -158,23 +159,38 @@ class Batches:
     def get_state(self) -> bytes:
         """Return the position after the last batch as JSON bytes, equal in all processes."""
         samples = self._sample(0) + self._batch_size
-        return json.dumps({"samples": samples, **self._identity}).encode()
+        state = {"samples": samples, **self._identity, "digests": self.digests}
+        return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
         """Continue at a position that `get_state` returned, perhaps with another batch size.
 
-        The state {"samples": 0} without further keys means the start of any data set.
+        The state {"samples": 0} without further keys means the start of any data set. Earlier
+        versions saved no digests. If only the sizes of the files differ, as with an edited
+        caption, this is a warning.
 
         Raises:
-            OtherData: the saved position does not fit the data or the seed. With aspect buckets, it
-                must also fit the batch size.
+            OtherData: the saved position does not fit the seed, or the number or names of the
+                pictures. With aspect buckets, it must also fit the batch size.
         """
         saved = json.loads(state)
-        samples = saved.pop("samples")
+        samples, before = saved.pop("samples"), saved.pop("digests", self.digests)
         if saved != self._identity and (samples or saved):
             raise OtherData(
                 f"the saved position belongs to {saved}, but the data are now {self._identity}: "
                 "the order cannot be continued. Restore the saved values, or start a new run"
+            )
+        changed = {name for name, value in self.digests.items() if before[name] != value}
+        if fingerprints.NAMES in changed:
+            raise OtherData(
+                f"{fingerprints.NAMES} differs from that of the saved position: pictures were "
+                "renamed or replaced, so the order cannot be continued. Restore the names, or "
+                "start a new run, which keeps the weights with --continue_from"
+            )
+        if changed:
+            logging.warning(
+                "%s differs from that of the saved position: files of the data set were edited",
+                " and ".join(changed),
             )
         index, first = divmod(samples, self._batch_size)
         if first != self._first:
@@ -230,6 +246,8 @@ def training_batches(
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
     for warning in repetitions(pictures, buckets, run.batch_size):
         logging.warning("%s", warning)
+    # Settings without effect are not read, so that training warns about them (config/unread.py).
+    keep_tags = data.keep_tags if data.shuffle_tags or data.tag_drop_prob else 0
     batches = make_batches(
         pictures,
         tokenize,
@@ -243,7 +261,7 @@ def training_batches(
         name=name,
         buckets=buckets,
         fields=(named := picture_fields.read(data.fields)),
-        tags=Tags(data.shuffle_tags, data.keep_tags, data.tag_drop_prob),
+        tags=Tags(data.shuffle_tags, keep_tags, data.tag_drop_prob),
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make, named) if len(apart) else None

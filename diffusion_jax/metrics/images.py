@@ -16,6 +16,7 @@ from PIL import Image
 from diffusion_jax import files
 from diffusion_jax.data import rows, sources, storage
 from diffusion_jax.data.records import Records
+from diffusion_jax.data.sources.folder import masks_of
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.files import sheets, untrusted
 
@@ -50,7 +51,7 @@ def open_files(path: str) -> ImageFiles:
 
 
 def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
-    """Return the image files of a folder as Files, sorted by name. Ignore subfolders.
+    """Return the image files of a folder as Files, sorted by name. Ignore subfolders and masks.
 
     Numbers in names are sorted as numbers: 2.png comes before 10.png. Left out are hidden files,
     and the contact sheet and the smaller images of earlier stages that `sample` wrote.
@@ -62,13 +63,17 @@ def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
     root = files.local(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}")
-    if not (paths := _image_paths(root)):
+    paths = _image_paths(root)
+    masks = masks_of([path.name for path in paths])
+    paths = [path for path in paths if path.name not in masks]
+    if not paths:
         folders = any(path.is_dir() for path in root.iterdir())
         subfolders = "; it has subfolders: choose one of them" if folders else ""
         raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{subfolders}")
     read = lambda i: (paths[i].read_bytes(), str(paths[i]))
+    left_out = lambda: {"unused_mask": len(masks)} if masks else {}
     return ImageFiles(
-        len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
+        len(paths), read, left_out, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
     )
 
 

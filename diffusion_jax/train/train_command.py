@@ -18,9 +18,8 @@ from ml_collections import config_flags
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.unread import watched
-from diffusion_jax.data import fingerprints, prompts
+from diffusion_jax.data import prompts
 from diffusion_jax.data.captions import every
-from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
@@ -28,6 +27,7 @@ from diffusion_jax.logs import goodput, run_log, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
+from diffusion_jax.train.measuring import MEASURING
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.rehearse import rehearse
@@ -35,12 +35,16 @@ from diffusion_jax.train.state import TrainState
 from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import finetune, restore
 
-_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
-"""Config groups with fields that only some samplers, data sources or text encoders read."""
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text", "optimizer", "lora")
+"""Config groups with fields that only some samplers, data sources, optimizers and so on read."""
+_OPTIONAL = ("evaluation",)
+"""Config groups that configs may set in advance, for runs that turn the group on."""
 _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
 """Names of config fields that may differ between processes, such as the path of a local copy."""
+_OF_CONFIG = (finetune.BASE, vocabulary.FILE, run_log.METRICS, MEASURING)
+"""Names of files in a workdir that depend on its config."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
 _SECONDS = 15  # After this time, no further captions are read.
@@ -96,7 +100,7 @@ def command(
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
                 source = continuing.find(workdir, continue_from.value, values)
-                s, unread = watched(read(values), _WATCHED)
+                s, unread = watched(read(values), (*_WATCHED, *_OPTIONAL))
                 trained = "unet" if hasattr(s, "unet") else "vae"
                 optimizer.check_dtype(trained, getattr(s, trained))
                 check_configs(values)
@@ -106,7 +110,7 @@ def command(
                 # Open the data, the text encoder, and the measurements during training.
                 inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
-                check_data(inputs.batches.pictures)
+                check_data(inputs.batches.digests)
                 inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
                 if measure := inputs.task.measure:
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
@@ -114,7 +118,8 @@ def command(
 
                 # Check that the workdir belongs to this run. Trace everything the run will compute.
                 runs.claim(workdir, values, write=False)
-                finetune.check_base(workdir, inputs.base)
+                if runs.has_checkpoint(workdir):
+                    finetune.check_base(workdir, inputs.base)
                 report = rehearse(
                     inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
                     ignore_memory.value, source,
@@ -129,7 +134,9 @@ def command(
 
                 # Claim the workdir, so that no other run writes to it until this process ends.
                 stack.enter_context(runs.writing(workdir))
-                runs.claim(workdir, values)
+                if runs.claim(workdir, values) and jax.process_index() == 0:
+                    for name in _OF_CONFIG:  # These belong to the config that was replaced.
+                        (workdir / name).unlink(missing_ok=True)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
 
@@ -165,11 +172,12 @@ def check_configs(config: Mapping[str, Any]) -> None:
     distributed.check_equal(facts, "start all processes with the same config")
 
 
-def check_data(pictures: Pictures) -> None:
-    """Raise ValueError in all processes if the names or sizes of their data differ."""
-    if jax.process_count() > 1:
-        facts = fingerprints.inventory(pictures)
-        distributed.check_equal(facts, "give all processes the same data (data.path)")
+def check_data(digests: Mapping[str, Any]) -> None:
+    """Raise ValueError in all processes if the names or sizes of their data differ.
+
+    `digests` is the result of `fingerprints.digests` for the data of this process.
+    """
+    distributed.check_equal(digests, "give all processes the same data (data.path)")
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
@@ -214,7 +222,8 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     """Print the report of a rehearsal, and warn about each config field that the run does not read.
 
     `unread` maps such fields to their values, and `overrides` holds the fields that the command
-    line sets. Raises ValueError if an unread field is a path that the command line sets.
+    line sets. Fields of _OPTIONAL are left out unless they are among these. Raises ValueError if an
+    unread field is a path that the command line sets.
     """
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:
@@ -225,7 +234,10 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     if jax.process_index() == 0:
         print(report, flush=True)
         for field, value in unread.items():
-            logging.warning("%s is %r, but has no effect: this run does not read it", field, value)
+            if field in overrides or not field.startswith(_OPTIONAL):
+                logging.warning(
+                    "%s is %r, but has no effect: this run does not read it", field, value
+                )
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:

@@ -177,7 +177,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
         _log_header(run, submission, init_start)
     with cli.bad_input():
         batches = train.open_batches(run.s, run.encoder, run.vae_params, run.mesh)
-        check_data(batches.pictures)
+        check_data(batches.digests)
     with batches:
         if not run.events:
             run.log.event("train_samples", len(batches.pictures))

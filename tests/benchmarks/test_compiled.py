@@ -10,7 +10,7 @@ from launch import accelerators
 from tests.imagen_jax import commands
 
 
-def test_the_stored_table_has_all_blocks_of_the_reduced_set():
+def test_the_stored_table_has_a_row_for_each_block_of_the_reduced_set():
     stored = json.loads(compiled.RESULTS.read_text())["reduced"]
     assert set(stored["blocks"]) == set(compiled.reduced())
     assert all(numbers["cycles"] > 0 for numbers in stored["blocks"].values())
@@ -18,7 +18,7 @@ def test_the_stored_table_has_all_blocks_of_the_reduced_set():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_whole_programs_are_compiled_with_the_settings_of_runs():
+def test_whole_programs_are_compiled_with_the_settings_that_training_uses():
     """Without them, Stable Diffusion on a v5e of 4x4 takes 769 Mcycles instead of 332."""
     v5e, v6e = (accelerators.parse(name) for name in ("v5e:4x4", "v6e:4x4"))
     assert compiled.settings_of([v5e], whole=True) == ["tpu", "v5e"]

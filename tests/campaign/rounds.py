@@ -140,7 +140,7 @@ class Job:
 def plan(every: Mapping[str, Subject], seed: int, only: str = "") -> Iterator[tuple[str, str]]:
     """Yield (subject, fault) of each round: subjects in turn, each with its faults in turn.
 
-    Of the rounds, those with `only` in "subject, fault".
+    With `only`, yield only rounds whose "subject, fault" contains it.
     """
     rng = random.Random(seed)
     faults, disks = {}, [FULL] if can_mount() else []

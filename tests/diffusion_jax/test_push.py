@@ -15,7 +15,7 @@ from diffusion_jax import pack
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAME = "someone/emoji"
-# huggingface_hub itself calls httpx so for files of Git LFS.
+# For files of Git LFS, huggingface_hub calls httpx with the deprecated argument `data`.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 

@@ -47,8 +47,23 @@ def test_the_same_config_can_claim_its_workdir_again(tmp_path):
     assert (tmp_path / "config.json").read_text() == before
 
 
+def test_without_a_checkpoint_another_config_takes_over_and_one_line_says_so(tmp_path, caplog):
+    runs.claim(tmp_path, config())
+    (tmp_path / "checkpoints/5.orbax-checkpoint-tmp-1").mkdir(parents=True)  # Killed in a save.
+    assert runs.claim(tmp_path, other := config(unet__cond_dim=32, steps=20), write=False)
+    assert stored(tmp_path)["unet"]["cond_dim"] == 64 and not caplog.text
+    assert runs.claim(tmp_path, other)
+    assert caplog.messages == [
+        f"{tmp_path} holds no checkpoint, so this config replaces that of an earlier start "
+        "(unet.cond_dim: 64 stored, 32 requested)"
+    ]
+    assert stored(tmp_path)["unet"]["cond_dim"] == 32
+    assert not runs.claim(tmp_path, other)
+
+
 def test_another_config_is_an_error_that_names_the_differences(tmp_path):
     runs.claim(tmp_path, config())
+    (tmp_path / "checkpoints/5").mkdir(parents=True)
     before = (tmp_path / "config.json").read_text()
     other = config(unet__cond_dim=32, data__source="folder", unet__dropout=0.5, steps=20)
     with pytest.raises(ValueError) as error:
@@ -233,6 +248,7 @@ def test_the_encoder_precomputed_of_version_1_is_read_as_t5(tmp_path):
     assert stored(tmp_path)["text"]["weights"] == "t5-11b"
     captions = {**now, "data": {**now["data"], "text": "txt"}}
     (tmp_path / "config.json").unlink()
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
     runs.claim(tmp_path, captions)
     with pytest.raises(ValueError, match=r"text\.weights: '' stored, 't5-11b' requested"):
         runs.claim(tmp_path, {**captions, "text": {**now["text"], "weights": "t5-11b"}})

@@ -93,6 +93,7 @@ def test_an_added_unet_option_works_in_files_flags_and_workdirs(monkeypatch, tmp
     loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
     # A run without the option gets its default.
     assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
     flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
     with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 stored, 2\.0 requested"):
         runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())

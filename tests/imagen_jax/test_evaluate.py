@@ -54,7 +54,7 @@ def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained)
     assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
-def test_the_scores_match_a_judge_on_images_drawn_again(evaluated, trained):
+def test_the_scores_match_those_of_the_judge_on_the_same_images_drawn_again(evaluated, trained):
     """The images are drawn again in one larger batch."""
     _, rows, _ = evaluated
     (stage,) = imagen_jax.load(trained).stages

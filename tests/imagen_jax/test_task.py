@@ -187,7 +187,7 @@ SCALES = np.array([1.0, 2.0, 0.0, 1.5])
         ("euler", "edm", "lognormal"),
     ],
 )
-def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
+def test_every_sampler_reaches_the_prediction_extrapolated_by_guidance(sampler, precond, noise):
     s = settings(
         sampler__name=sampler, diffusion__predicts=precond, diffusion__noise=noise,
         sampler__threshold="static",

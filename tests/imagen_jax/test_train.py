@@ -5,11 +5,14 @@ import re
 import numpy as np
 import pytest
 
+from diffusion_jax import runs
 from diffusion_jax.data.sources import SOURCES
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
 from diffusion_jax.text import precomputed
 from diffusion_jax.train import loop
+from diffusion_jax.weights import finetune
 from imagen_jax import train
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
@@ -186,6 +189,33 @@ def test_training_in_a_workdir_of_another_config_is_an_error(refused, trained):
     message = refused("--config.optimizer.lr=0.5", workdir=trained)
     assert message.startswith(f"error: {trained} was made with another config (optimizer.lr: ")
     assert "0.5 requested): choose another --workdir" in message
+
+
+def test_a_mended_config_takes_over_the_workdir_of_a_start_without_a_checkpoint(trained, tmp_path):
+    config = runs.load(trained)
+    runs.claim(tmp_path, config | {"optimizer": config["optimizer"] | {"lr": 0.5}})
+    (tmp_path / "vocabulary.json").write_text('{"words": {"other": 1}}')
+    (tmp_path / finetune.BASE).write_text('{"fingerprint": "that of another model"}')
+    (tmp_path / run_log.METRICS).write_text('{"step": 0, "loss": 1.0}')
+    ended = commands.run("train", *TINY, f"--workdir={tmp_path}", "--config.steps=1")
+    assert ended.code == 0, ended.err
+    assert "so this config replaces that of an earlier start (optimizer.lr: 0.5" in ended.err
+    assert "other" not in (tmp_path / "vocabulary.json").read_text()
+    assert not (tmp_path / finetune.BASE).exists()
+    assert [line["step"] for line in run_log.read_metrics(tmp_path / run_log.METRICS)] == [1]
+
+
+def test_settings_without_effect_are_named_before_training(tmp_path):
+    unread = {
+        "data.keep_tags": 1, "data.fields_drop_prob": 0.5, "data.prior_weight": 0.5,
+        "lora.alpha": 3.0, "lora.scale": 0.5, "optimizer.decay_from": 7,
+        "optimizer.snapshot_every": 3, "evaluation.prompts": "a.txt",
+    }  # fmt: skip
+    overrides = [f"--config.{name}={value}" for name, value in unread.items()]
+    ended = commands.run("train", *TINY, *overrides, "--rehearse", f"--workdir={tmp_path}")
+    assert ended.code == 0, ended.err
+    named = re.findall(r"(\S+) is .*, but has no effect: this run does not read it", ended.err)
+    assert sorted(named) == sorted(unread)  # Not evaluation.guidance, which the config sets.
 
 
 def test_train_help_shows_example_commands():

@@ -54,7 +54,7 @@ def page(browser, address):
         yield opened
 
 
-def test_the_page_draws_the_commands_bytes_and_its_link_repeats_them(page, trained, tmp_path):
+def test_the_page_and_its_links_draw_the_same_bytes_as_the_command(page, trained, tmp_path):
     draw(page, "a <b>red</b> seven", guidance=3, steps=3)
     images = drawn(page)
     assert page.locator("#pictures b").count() == 0  # The prompt is shown as text, not as HTML.
@@ -204,7 +204,9 @@ def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, e
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
 
 
-def test_edited_pictures_on_the_page_equal_the_commands_bytes(browser, trained, enlarger, tmp_path):
+def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(
+    browser, trained, enlarger, tmp_path
+):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     with (

@@ -203,7 +203,8 @@ def test_every_format_that_diffusers_saves_can_be_loaded(folder, pipeline, tmp_p
 def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampler, monkeypatch):
     """Takes five steps from the same noise, at guidance 3, with a negative prompt."""
     values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
-    # Their PLMS combines v's of several times, each in directions of its own: compared of eps.
+    # PLMS of diffusers averages v of several times, which is not a prediction of one time. So
+    # the models are compared as predictors of eps.
     predicts = "eps" if sampler == "plms" else None
     model = drawing.load(folder, file=File(predicts), sampler=sampler, **values)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)

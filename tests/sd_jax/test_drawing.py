@@ -50,7 +50,9 @@ def test_an_image_sampled_alone_equals_the_one_in_a_batch(model, six):
     assert np.abs(model.draw(["e"], seeds=[3]).images.astype(int) - six[3]).max() > 1
 
 
-def test_a_file_on_one_device_matches_its_directory_on_eight(published, six, monkeypatch):
+def test_a_single_file_on_one_device_draws_like_its_diffusers_directory_on_eight(
+    published, six, monkeypatch
+):
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
@@ -160,7 +162,7 @@ def test_a_picture_that_is_stretched_by_more_than_a_twentieth_is_named(model, ca
     assert "the picture is 64x60, and is stretched to 4x4: crop it first" in caplog.text
 
 
-def test_plain_prompts_with_prompt_weights_give_the_same_pictures(model, six):
+def test_prompt_weights_does_not_change_the_pictures_of_prompts_without_weights(model, six):
     same(model.draw(PROMPTS, prompt_weights=True).images, six)
 
 

@@ -29,7 +29,7 @@ CLASSES = {9: "StableDiffusionInpaintPipeline", 8: "StableDiffusionInstructPix2P
 
 
 def save(folder, channels, tokenizer):
-    """Write a tiny model whose UNet reads so many channels as a diffusers directory; return it."""
+    """Write a diffusers directory of a tiny model whose UNet reads `channels`, and return it."""
     unet = UNet(32, (1,), 1, (0,), num_heads=8, linear_projections=False, in_channels=channels)
     parts = {
         "model.diffusion_model": unet_weights(unet),
@@ -83,7 +83,7 @@ def draw(folders, monkeypatch):
     return drawn
 
 
-def test_a_single_file_of_both_models_equals_their_directory(folders):
+def test_inpainting_and_instruct_pix2pix_load_equally_from_a_file_and_a_directory(folders):
     for channels, folder in folders.items():
         file = folder.with_name(f"{channels}.npz")
         in_file = checkpoints.load(file, config=file.with_suffix(".yaml"))

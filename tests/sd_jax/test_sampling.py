@@ -135,7 +135,9 @@ def test_prompt_weights_need_clip():
 
 @pytest.mark.parametrize("steps", [1, 3, 101])
 @pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - SWAYED))
-def test_with_a_network_that_predicts_0_any_number_of_steps_gives_one_result(draw, name, steps):
+def test_with_a_network_that_predicts_0_every_number_of_steps_gives_the_closed_form(
+    draw, name, steps
+):
     drawn = draw(lambda x, t, text: 0 * x, name=name, steps=steps)
     sigmas = levels(name, steps)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
@@ -173,7 +175,7 @@ def test_masked_sampling_keeps_black_pixels_and_resamples_white_ones(draw):
 
 
 def inputs_of(channels, batch, x0=None):
-    """Return what a UNet with so many channels sees besides the latents, for three images."""
+    """Return what a UNet with `channels` inputs sees besides the latents, for three images."""
     p = PIPELINE._replace(unet=PIPELINE.unet.clone(in_channels=channels))
     texts = sampling.prompts(ENCODER, ["a", "bcd", ""], "ugly")
     _, seen = sampling.system(p, ENCODER).sampling_inputs({"vae": {}}, {**texts, **batch}, KEYS, x0)
@@ -222,7 +224,9 @@ def test_the_held_out_loss_of_an_inpainting_model_uses_a_random_mask_of_each_key
 
 
 def test_previews_are_a_linear_approximation_of_the_decoder(draw):
-    """For a linear VAE, they equal its images, with the size of latents, in each evaluation."""
+    """With a linear VAE, the previews of each evaluation are exactly its images.
+
+    They have the size of the latents."""
     shown = []
     matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     linear = lambda self, params, x, method: x @ matrix + 0.5

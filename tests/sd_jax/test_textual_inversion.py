@@ -133,7 +133,7 @@ def test_a_run_draws_the_same_as_its_exported_embedding_with_the_base_model(
 
 @pytest.mark.slow
 @pytest.mark.gate
-def test_a_run_of_one_word_and_a_file_of_another_draw_the_same_as_two_files(
+def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(
     workdir, published, tmp_path
 ):
     cat, fox = tmp_path / "cat.safetensors", tmp_path / "fox.safetensors"
@@ -161,7 +161,7 @@ def test_a_run_of_one_word_and_a_file_of_another_draw_the_same_as_two_files(
 
 @pytest.mark.slow
 @pytest.mark.gate
-def test_a_run_holds_no_unet_to_convert_and_refuses_another_base(workdir):
+def test_a_run_of_a_learned_word_cannot_be_converted_and_rejects_another_base_model(workdir):
     with pytest.raises(ValueError, match="which trains no UNet: name its base"):
         trained.to_checkpoint(workdir)
     (workdir / train.finetune.BASE).write_text('{"fingerprint": "of another model"}')

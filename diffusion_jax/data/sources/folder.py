@@ -21,7 +21,7 @@ from diffusion_jax.data.sources import metadata
 from diffusion_jax.files import untrusted
 
 MASK = "mask.png"
-"""The suffix of the masks of data.loss_mask="file"."""
+"""The suffix of the masks of data.loss_mask="file". Beside an image, such a file is no image."""
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
@@ -81,10 +81,10 @@ class Folder(Records):
         is_other = lambda name: table and name != table and name.lower().endswith(kind)
         names = {name: records.suffix_of(name) for name in found if not is_other(name)}
         suffixes = names.values()
-        is_mask = lambda name: bool(mask) and name.lower().endswith(f".{mask}")
         is_picture = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
-        is_image = lambda name: is_picture(name) and not is_mask(name)
-        images = [name for name in names if is_image(name)]
+        masks = masks_of([name for name in names if is_picture(name)])
+        is_mask = lambda name: name in masks or (bool(mask) and name.lower().endswith(f".{mask}"))
+        images = [name for name in names if is_picture(name) and not is_mask(name)]
         records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
@@ -123,6 +123,7 @@ class Folder(Records):
         self._count_others({name: kind for name, kind in names.items() if not is_picture(name)})
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
+        self._inventory.add("unused_mask", [] if mask else sorted(masks))
         for part, texts in self._texts:
             if lacking := sorted(captioned - texts.keys()):
                 logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
@@ -218,6 +219,12 @@ class Folder(Records):
                 self._inventory.add(TEXTS, [name])
             elif not name.lower().endswith(counted):  # Tables count themselves.
                 self._inventory.add(records.other_kind(names[name], beside), [name])
+
+
+def masks_of(names: Collection[str]) -> set[str]:
+    """Return which of these image files are masks: NAME.mask.png beside NAME.jpg."""
+    images = [name for name in names if not name.lower().endswith(f".{MASK}")]
+    return set(_beside(images, names, MASK).values())
 
 
 def _head(path: pathlib.Path) -> bytes:

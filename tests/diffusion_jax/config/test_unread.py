@@ -43,7 +43,7 @@ def test_a_field_of_another_sampler_is_reported_as_unread(name, field):
     assert left(sampler, samplers.make) == {f"sampler.{field}": 0.5}
 
 
-def test_a_watched_group_equals_the_plain_group_and_its_copies_are_plain():
+def test_a_group_that_records_reads_equals_its_plain_group_and_its_copies_record_nothing():
     s, _ = unread.watched(Groups(Sampler(eta=0.5)), ("sampler",))
     assert s.sampler == Sampler(eta=0.5) and hash(s.sampler) == hash(Sampler(eta=0.5))
     assert type(pickle.loads(pickle.dumps(s.sampler))) is type(copy.copy(s.sampler)) is Sampler

@@ -81,7 +81,7 @@ def test_a_listing_is_built_once_and_takes_16_bytes_per_record(tmp_path, monkeyp
     write_tars(tmp_path / "s", 20)
     first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     (place,) = (tmp_path / "s").glob("records-*.index")
-    beside = 21 * 8 + 2000  # The first record of each tar, and the facts.
+    beside = 21 * 8 + 2000  # 8 bytes for each tar's first record, and the facts in JSON.
     assert 0 < place.stat().st_size - 16 * len(first.spans) < beside
     monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
     again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])

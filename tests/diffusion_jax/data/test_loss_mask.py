@@ -9,6 +9,7 @@ from PIL import Image, ImageCms
 from diffusion_jax.config.settings import Data, check_loss_mask
 from diffusion_jax.data import aspect_buckets, decoding, pipeline, sources
 from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.metrics import images
 
 SIDE = 8
 RNG = np.random.default_rng(0)
@@ -72,9 +73,24 @@ def test_a_file_beside_a_picture_is_its_mask_and_no_picture_itself(tmp_path):
     pictures = opened(tmp_path / "a", "file", max_broken=1.0)
     usable, *_ = pictures.usable(np.arange(4))
     assert usable.tolist() == [1, 2, 3] and pictures.skipped() == {"broken_mask": 1}
+    plain = opened(tmp_path / "a", "", uncaptioned="empty")
+    assert len(plain) == 4 and plain.skipped() == {"unused_mask": 4}
+    assert ("left out", "4 unused_mask: 0.mask.png, 1.mask.png, 2.mask.png, ...") in (
+        plain.inventory().rows()
+    )
+    assert images.open_files(str(tmp_path / "a")).left_out() == {"unused_mask": 4}
+    assert images.open_files(str(tmp_path / "a")).number == 4
     (tmp_path / "a" / "2.mask.png").unlink()
     with pytest.raises(ValueError, match=r"1 of 4 images in .* have no file \.mask\.png beside"):
         opened(tmp_path / "a", "file")
+
+
+def test_a_picture_whose_name_ends_like_that_of_a_mask_is_no_mask_without_its_picture(tmp_path):
+    write(tmp_path / "a")
+    for suffix in ("png", "txt"):
+        (tmp_path / "a" / f"3.{suffix}").rename(tmp_path / "a" / f"iron.mask.{suffix}")
+    plain = opened(tmp_path / "a", "")
+    assert len(plain) == 4 and plain.skipped() == {}
 
 
 def png(image, **options):
@@ -112,7 +128,7 @@ def test_transparent_parts_of_a_mask_do_not_count():
     np.testing.assert_array_equal(weights(png(palette, transparency=0)), white[..., 3])
 
 
-def test_a_mask_that_does_not_say_what_counts_is_unusable():
+def test_a_coloured_black_damaged_or_ambiguous_mask_is_unusable():
     partly = np.full((SIDE, SIDE, 4), 120, np.uint8)
     partly[:4, :, 3] = 255
     for mask, message in (

@@ -162,7 +162,9 @@ def test_the_state_is_json_and_is_rejected_with_other_data():
     with batches(10, 4, seed=7) as iterator:
         next(iterator)
         state = iterator.get_state()
-    assert json.loads(state) == {"samples": 4, "seed": 7, "pictures": 10}
+    saved = json.loads(state)
+    assert saved.pop("digests")["the number of pictures"] == 10
+    assert saved == {"samples": 4, "seed": 7, "pictures": 10}
     with batches(10, 2, seed=7) as iterator:
         iterator.set_state(state)
         np.testing.assert_array_equal(next(iterator)["n"], numbers(batches(10, 2, seed=7), 3)[2])
@@ -171,6 +173,45 @@ def test_the_state_is_json_and_is_rejected_with_other_data():
         pytest.raises(ValueError, match=r"'pictures': 10}, but the data are now .*'pictures': 11}"),
     ):
         iterator.set_state(state)
+
+
+@pytest.mark.parametrize("format", ["folder", "webdataset"])
+def test_a_position_is_rejected_if_pictures_of_the_same_number_were_renamed(tmp_path, format):
+    digits.write_examples(tmp_path, 6, size=8, format=format)
+    opened = lambda: pipeline.make_batches(
+        open_pictures(Data(format, path=str(tmp_path)), 8), TOKENIZE, batch_size=4, seed=3
+    )
+    with opened() as iterator:
+        expected = [next(iterator) for _ in range(2)]
+        iterator.set_state(state := json.dumps(json.loads(iterator.get_state()) | {"samples": 4}))
+    earlier = json.loads(state)
+    del earlier["digests"]
+    for file in list(tmp_path.glob("00001.*" if format == "folder" else "*.tar")):
+        file.rename(file.with_name(f"9{file.name}"))
+    with opened() as iterator:
+        with pytest.raises(pipeline.OtherData, match=r"names differs .* order cannot be continued"):
+            iterator.set_state(state)
+        iterator.set_state(json.dumps(earlier))  # Earlier versions saved no digests.
+        same = np.array_equal(next(iterator)["image"], expected[1]["image"])
+        assert same == (format == "webdataset")  # A folder has another order now.
+
+
+def test_a_position_is_continued_with_a_warning_if_a_caption_was_edited(tmp_path, caplog):
+    path = digits.write_examples(tmp_path, 6, size=8)
+    opened = lambda: pipeline.make_batches(
+        open_pictures(Data("folder", path=str(path)), 8), TOKENIZE, batch_size=4, seed=3
+    )
+    with opened() as iterator:
+        state = [next(iterator) and iterator.get_state() for _ in range(2)][-1]
+        expected = [next(iterator)["image"] for _ in range(2)]
+    (path / "00001.txt").write_text("an edited caption")
+    for images in expected:
+        with opened() as iterator:
+            iterator.set_state(state)
+            np.testing.assert_array_equal(next(iterator)["image"], images)
+            state = iterator.get_state()
+        message = "files' sizes differs from that of the saved position"
+        assert caplog.text.count(message) == 1  # The second start has the edited caption already.
 
 
 def test_a_position_between_two_batches_of_another_size_continues_at_its_sample():

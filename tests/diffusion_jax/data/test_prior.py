@@ -54,7 +54,7 @@ def test_every_second_row_is_from_the_prior_and_has_its_weight(folders):
     assert len({seen.count(text) for text in set(seen) if text.startswith("drawn")}) == 1
 
 
-def test_batches_without_a_prior_have_no_counts(folders):
+def test_batches_without_a_prior_hold_no_weights_of_rows(folders):
     pictures = open_pictures(data(folders, prior=""), 8)
     with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
         assert next(batches).keys() == {"image", "text"}

@@ -65,7 +65,7 @@ def test_one_compiled_program_serves_every_guidance_scale():
     assert len(traces) == 1
 
 
-def test_both_rows_of_an_image_have_its_noise_level():
+def test_conditional_and_unconditional_rows_of_an_image_have_its_noise_level():
     seen = {}
 
     def spy(x, sigma):
@@ -229,7 +229,7 @@ def test_autoguidance_uses_a_second_model_in_place_of_the_negative_text():
     np.testing.assert_array_equal(alone(X, SIGMA), X * text)
 
 
-def test_guidance_1_is_skipped_only_for_kinds_that_it_does_not_change():
+def test_at_scale_1_guidance_is_skipped_only_for_kinds_that_are_plain_there():
     by_image = lambda guiding, scale: guidance.by_image(S._replace(guiding=guiding), scale, 3)
     assert by_image("cfg+rescale", 1) is None
     np.testing.assert_array_equal(by_image("apg", 2), [2, 2, 2])

@@ -31,7 +31,7 @@ def stage_of(model, ema="ema", step=None):
     return model._with_weights(0, {"ema": ema} | ({"checkpoint": step} if step else {}))
 
 
-def test_loaded_weights_are_not_read_again_under_another_name(run):
+def test_weights_in_memory_are_not_read_again_if_another_name_selects_them(run):
     model, read = run
     stages = [
         stage_of(model, ema, step)
@@ -44,7 +44,7 @@ def test_loaded_weights_are_not_read_again_under_another_name(run):
     assert read == [("raw", 4)]
 
 
-def test_the_cache_of_weights_is_limited_and_always_keeps_the_first(run):
+def test_the_cache_drops_old_weights_but_never_those_the_model_was_opened_with(run):
     model, read = run
     for step in (3, 4, 5, 6, 3, 9):
         stage_of(model, step=step)
@@ -69,7 +69,7 @@ def test_one_strength_applies_to_the_first_stage_and_several_to_one_stage_each(r
         model.each_strength(1.5)
 
 
-def test_the_size_of_a_picture_is_used_by_systems_with_variable_sizes(run):
+def test_systems_with_variable_sizes_draw_at_the_size_of_the_input_picture(run):
     model, _ = run
     image = Image.new("RGB", (48, 32))
     assert model._size_of(image, {}) == {}  # Imagen always samples squares of one size.

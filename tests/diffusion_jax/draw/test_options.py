@@ -94,7 +94,7 @@ def test_for_one_model_commas_separate_points_of_a_sweep():
     assert sweep.label(row) == "step 3, ema, sampler ddim(eta=0.5), steps 8"
 
 
-def test_for_a_cascade_commas_separate_stages_and_repeated_flags_points():
+def test_for_a_cascade_commas_separate_stages_and_a_repeated_flag_adds_a_point():
     points = option_flags.points(cascade.OPTIONS, holders(steps=["30,20", "10"], eta=["1"]), 2)
     fields = [[fields_of(stage) for stage in point] for point in points]
     assert fields == [

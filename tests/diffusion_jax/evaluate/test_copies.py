@@ -47,7 +47,9 @@ def test_nearest_matches_a_search_over_all_distances(n, monkeypatch):
     np.testing.assert_allclose(distances, all_of_them.min(1), rtol=1e-3)
 
 
-def test_copies_are_close_and_other_pictures_only_as_often_as_unseen_ones(tmp_path):
+def test_copies_of_training_pictures_are_close_and_random_pictures_as_seldom_as_unseen_ones(
+    tmp_path,
+):
     opened = open_training()
     chosen = RNG.permutation(150)[:40]
     noisy = TRAINING[chosen].astype(int) + RNG.integers(-9, 10, (40, 4, 4, 3))
@@ -92,7 +94,7 @@ def test_the_flag_unseen_replaces_the_pictures_of_the_judge():
     )
 
 
-def test_copies_with_missing_or_invalid_arguments_is_an_error(tmp_path):
+def test_missing_or_invalid_flags_of_the_search_for_copies_are_errors(tmp_path):
     Image.fromarray(TRAINING[0]).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a picture")
     data = f"folder:{tmp_path}"

@@ -260,7 +260,7 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
 
 
 class Named(draw_model.Model):
-    """Draws names instead of images: each stage's average and number of steps."""
+    """A model whose "images" are texts: each stage's average and number of steps."""
 
     options = cascade.OPTIONS
 
@@ -269,7 +269,7 @@ class Named(draw_model.Model):
 
 
 def named_model(folder, *names):
-    """A Named model whose stages, of 3 steps, are at step 9, and have two averages each."""
+    """Return a Named model. Each stage is at step 9, with two averages and 3 sampler steps."""
     of = lambda steps: types.SimpleNamespace(
         sampler=types.SimpleNamespace(name="heun", steps=steps),
         unet=types.SimpleNamespace(dtype="x"), output_shape=(8, 8), fields=(),
@@ -415,7 +415,7 @@ def process(index, workdir, reference, clip):
     evaluation.evaluate([make_subject(workdir)], scorer, Sweep(SCALES, batch_size=16))
 
 
-def test_a_table_of_prompts_with_numbers_of_the_models_fields_is_an_error(tmp_path):
+def test_evaluating_on_prompts_with_numbers_for_fields_is_an_error(tmp_path):
     path = tmp_path / "prompts.csv"
     path.write_text("text,year\na,2000\n")
     parsed = flags.FlagValues()

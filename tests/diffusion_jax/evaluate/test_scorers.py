@@ -54,7 +54,7 @@ def test_fd_digits_matches_the_distance_of_the_judges_features(judge):
     assert worse["fd_digits"] > 3 * row["fd_digits"]
 
 
-def test_sfid_fid_and_inception_score_match_the_features_of_one_pass(tmp_path, monkeypatch):
+def test_sfid_fid_and_inception_score_are_computed_from_the_same_features(tmp_path, monkeypatch):
     monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
     images = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
     rows = np.asarray(toy.apply(toy.extractor().params, toy.prepare(images)))
@@ -110,7 +110,7 @@ def test_a_scorer_without_prompts_is_an_error():
         scorers.open_scorer("", 64, [], toy.wanted())  # A model without a data source.
 
 
-def test_scores_during_training_cover_all_batches_and_name_the_scale(judge):
+def test_scores_during_training_use_all_prompts_and_are_named_by_guidance_scale(judge):
     calls = []
 
     def draw(prompts, seeds, scale):

@@ -84,7 +84,7 @@ def test_features_written_by_two_evaluations_count_each_image_once(tmp_path):
     assert calls == []
 
 
-def test_overlapping_files_of_features_are_selected_to_keep_the_most(tmp_path):
+def test_of_overlapping_files_of_features_those_that_cover_the_most_images_are_used(tmp_path):
     for first, last in [(0, 3), (2, 8), (4, 6), (9, 9)]:
         rows = np.arange(first, last + 1)
         drawn_features._write_shard(tmp_path, rows, numbers([])(rows))

@@ -98,7 +98,7 @@ def test_read_back_raises_if_a_file_differs_from_what_was_written(folder, monkey
         checksums.read_back(folder)
 
 
-def test_read_back_stops_when_it_is_asked_to(folder, monkeypatch):
+def test_read_back_stops_as_soon_as_unless_returns_true(folder, monkeypatch):
     read = []
     monkeypatch.setattr(checksums, "_drop_cache", lambda path: read.append(path.name))
     checksums.write(folder)

@@ -46,7 +46,7 @@ def test_without_a_home_folder_indices_of_tars_go_to_the_temporary_folder():
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_folder_no_programs_are_kept(monkeypatch, caplog):
+def test_without_a_home_folder_the_cache_of_compiled_programs_is_off(monkeypatch, caplog):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(program_cache, "_check_entries", lambda: None)
     monkeypatch.setattr(program_cache.jax.config, "update", lambda *_: pytest.fail("used"))

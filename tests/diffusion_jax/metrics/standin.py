@@ -1,7 +1,7 @@
 """Seeded weights in place of Inception's public ones, and pictures computed by a formula.
 
-The reference runs that wrote fixtures/inception.npz used the same weights. Every value
-is drawn by numpy's PCG64 from the tensor's name, scaled so that nothing dies on the way.
+The reference runs that wrote fixtures/inception.npz used the same weights. Numpy's
+PCG64, seeded with a tensor's name, draws its values. Their scale keeps activations from vanishing.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ def both(generated, real):
     return tuple(f(generated, real).value for f in (neighbours.precision, neighbours.recall))
 
 
-def test_precision_and_recall_of_points_on_a_line():
+def test_precision_and_recall_of_points_on_a_line_match_counts_by_hand():
     """The third neighbour of real points 0, 1, ... 9 is 2 away, but 3 away at the ends."""
     real = np.arange(10.0)[:, None]
     generated = np.array([4.5, 11.9, 12.1, 100, 100.1, 100.2])[:, None]
@@ -25,7 +25,7 @@ def test_precision_and_recall_of_points_on_a_line():
     assert both(real, real) == (1, 1)
 
 
-def test_density_and_coverage_of_points_on_a_line():
+def test_density_and_coverage_of_points_on_a_line_match_counts_by_hand():
     """The fifth neighbour of real points 0, 1, ... 9 is 3 away in the middle, 5 at the ends."""
     real = neighbours.RealFeatures(np.arange(10.0)[:, None])
     generated = np.array([4.5, 4.6, 4.7, 4.8, 14.0, 100])[:, None]

@@ -32,7 +32,9 @@ def test_only_a_file_with_the_public_hashes_is_official(monkeypatch):
     assert weights.load(LEGACY) == loaded._replace(official=True)
 
 
-def test_a_converted_file_keeps_its_values_and_stays_official(monkeypatch, tmp_path):
+def test_a_converted_file_of_official_weights_is_official_until_a_value_changes(
+    monkeypatch, tmp_path
+):
     is_now_public(monkeypatch, LEGACY)
     out = tmp_path / "fid.safetensors"
     converted = weights.convert(LEGACY, out)
@@ -46,7 +48,7 @@ def test_a_converted_file_keeps_its_values_and_stays_official(monkeypatch, tmp_p
     assert not weights.load(out).official
 
 
-def test_conversion_does_not_make_weights_official(tmp_path):
+def test_a_converted_file_of_other_weights_is_not_official(tmp_path):
     weights.convert(LEGACY, tmp_path / "a.safetensors")
     assert not weights.load(tmp_path / "a.safetensors").official
     with pytest.raises(ValueError, match=r"a.npz: the name must end in .safetensors"):

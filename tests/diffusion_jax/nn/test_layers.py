@@ -58,7 +58,7 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
     (lambda x: conv(x, 64, "layer", kernel=3, dtype=x.dtype), (2, 7, 8, 16), 144),
     (lambda x: ConvTranspose(x.dtype, name="layer")(x), (2, 7, 8, 32), 512),
 ], ids=["dense", "halves", "to heads", "from heads", "conv", "transposed conv"])  # fmt: skip
-def test_initial_weights_fill_torchs_range(layer, shape, fan_in):
+def test_initial_weights_have_the_range_and_deviation_of_torchs(layer, shape, fan_in):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -78,7 +78,7 @@ def test_a_3x3_convolution_matches_numpy():
     np.testing.assert_allclose(layer.apply(params, x)[0, 1, 1], expected, atol=1e-5)
 
 
-def test_forced_normalizes_only_parameters_named_unit_kernel():
+def test_forced_normalizes_the_parameters_named_unit_kernel_and_no_others():
     tree = {
         "a": {magnitude.UNIT: 3 * normal(4, 6), "gain": jnp.float32(2)},
         "b": {"kernel": 5 * normal(4, 6)},

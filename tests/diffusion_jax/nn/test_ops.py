@@ -216,7 +216,7 @@ def test_a_convolution_matches_numpy_and_xlas_gradients_with_and_without_im2col(
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_compute_plain_products_and_convolutions(platform, monkeypatch):
+def test_on_accelerators_products_and_convolutions_are_left_to_xla(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel = normal(1, 4, 4, 8), normal(3, 3, 8, 64)
     convolve = lambda x: ops.convolution(x, kernel, (1, 1), ((1, 1), (1, 1)))

@@ -49,7 +49,7 @@ def test_a_plan_encodes_the_first_caption_of_each_key_not_yet_stored(tmp_path, m
     assert encoded == [expected[:2], expected[2:4], expected[4:6], expected[6:]]
 
 
-def test_a_plan_can_be_empty(tmp_path):
+def test_a_plan_is_empty_if_everything_is_stored(tmp_path):
     assert open_plan(tmp_path, [b"b", b"b"], held=[b"b"])[1] == 0
 
 

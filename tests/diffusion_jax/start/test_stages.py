@@ -22,10 +22,10 @@ def allowed(side, seconds):
     return stages.allowed(MODELS, float(side), float(seconds), 10.0)
 
 
-def test_models_are_allowed_by_picture_size_and_time():
+def test_larger_models_are_offered_only_for_large_pictures_and_enough_time():
     assert allowed(64, 3_600) == MODELS  # 9,000 images at 2.5 per second.
     assert allowed(64, 3_599) == MODELS[:2]
-    # It trains for 750 ms of each second.
+    # The second model trains for 750 ms of each second.
     assert allowed(64, 134) == MODELS[:2] and allowed(64, 133) == MODELS[:1]
     assert allowed(63, 10**6) == allowed(8, 1) == MODELS[:1]
 
@@ -52,7 +52,8 @@ def test_a_trial_measures_a_stage_shared_by_two_models_once(work):
     chosen = Trial(MODELS[:2], lambda base: {}, "mine").measure(64.0, 3_600.0)
     assert [(one.stage.base, one.stage.share) for one in chosen] == [("a", 0.75), ("c", 0.25)]
     assert work == (["a", "c"], [("a", "mine"), ("c", "mine")])
-    Trial(MODELS[:2], lambda base: {}, "mine").measure(64.0, 100.0)  # Too short for the second.
+    # A time of 100 s is too short for the second model.
+    Trial(MODELS[:2], lambda base: {}, "mine").measure(64.0, 100.0)
     assert work[0] == ["a", "c", "a"]
 
 
@@ -102,8 +103,8 @@ def test_the_number_of_passes_over_few_pictures_is_limited():
     assert seconds < 1_200 and changes["sample_every"][0] == 30
 
 
-def test_a_stage_without_a_measurement_has_the_flops_of_one_that_was_measured(work):
-    """Or, if there is none, those of two CPU cores, for an image of a small model."""
+def test_the_speed_of_an_unmeasured_stage_follows_from_the_flops_per_second_of_a_measured_one(work):
+    """If no stage was measured, the speed is that of two CPU cores."""
     base, sr = TrainingStage("base32_8m", 2.0), TrainingStage("sr64_3m", 4.0)
     trial = Trial([Candidate(64, 0, [base, sr])], lambda base: {"steps": (5, "")}, "mine")
     before = trial.assumed()

@@ -41,7 +41,7 @@ def rows(prompts, num_chunks=1, length=LENGTH):
     return [tokens[name].reshape(len(prompts), -1, length) for name in ("text_ids", "text_weights")]
 
 
-def test_the_parts_of_200_prompts_equal_those_of_the_web_ui():
+def test_prompts_are_split_into_weighted_parts_like_in_the_web_ui():
     assert len(CASES) == 200
     for case in CASES:
         assert [list(part) for part in prompt_weights.parse(case["prompt"])] == case["parts"]
@@ -120,6 +120,6 @@ def test_other_syntax_of_the_web_ui_is_refused(prompt, message):
         prompt_weights.tokenize(TOKENIZER, LENGTH, [prompt])
 
 
-def test_prompts_with_marks_are_found():
+def test_marked_returns_the_prompts_that_contain_weights_or_breaks():
     prompts = ["a", "(a)", r"\(a\)", "a [b", "a BREAK b", "BREAKS", "a:1.3)"]
     assert prompt_weights.marked(prompts) == ["(a)", "a [b", "a BREAK b"]

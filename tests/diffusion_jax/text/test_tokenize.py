@@ -40,7 +40,7 @@ def ids(tokenizer, text, length=64):
     return tokens["text_ids"][0][tokens["text_mask"][0]].tolist()
 
 
-def test_t5_ids_of_the_reference_caption(t5):
+def test_t5_gives_the_reference_caption_its_saved_ids(t5):
     assert ids(t5, CORGI) == CORGI_IDS
     assert t5.vocab_size == 7500
 
@@ -107,7 +107,7 @@ def test_only_openai_clip_parses_control_tokens_in_captions(clip_folder):
     assert ids(tokenize.clip(clip_folder, open_clip=True), text).count(2513) == 1
 
 
-def test_clip_ids_of_the_reference_caption(clip_folder):
+def test_clip_gives_the_reference_caption_its_saved_ids(clip_folder):
     """With 2,000 of 48,894 merges, the begin token is 2512 and the end token is 2513."""
     caption = [320, 1125, 539, 320, 2368]
     assert ids(tokenize.clip(clip_folder), "a photo of a cat") == [2512, *caption, 2513]

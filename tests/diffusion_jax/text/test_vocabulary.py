@@ -46,7 +46,7 @@ def test_words_of_similar_spelling_come_before_phrases_of_similar_meaning(monkey
     assert words.unknown("a kitty, foox, fax") == {
         "kitty": ["cat face", "fox"],
         "foox": ["fox", "cat face", "gray"],
-        "fax": ["gray"],  # A word, although its spelling is similar to "fox".
+        "fax": ["gray"],  # "fax" is a real word, so "fox" of similar spelling is not offered.
     }
     monkeypatch.setattr(meaning, "LARGEST", len(phrases) - 1)
     assert words.unknown("kitty") == {"kitty": []}
@@ -66,7 +66,7 @@ def test_minilm_finds_emoji_words_of_similar_meaning(monkeypatch):
     assert all(len(similar) <= 3 for similar in new.values())
 
 
-def test_examples_hold_one_caption_per_first_word():
+def test_vocabulary_examples_are_one_caption_for_each_first_word():
     words = vocabulary.of(CAPTIONS)
     assert words.num_captions == 3
     assert words.examples == (

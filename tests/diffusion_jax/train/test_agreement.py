@@ -27,7 +27,8 @@ def check(process, folder, out):
             return str(raised)
 
     config = lambda **values: quickstart.get_config().to_dict() | values
-    data = lambda name: open_pictures(Data("folder", path=f"{folder}/{name}"), 8)
+    opened = lambda name: open_pictures(Data("folder", path=f"{folder}/{name}"), 8)
+    data = lambda name: fingerprints.digests(opened(name))
     second = jax.process_index() == 1
     errors = [
         error(train_command.check_configs, config(prompts=("x" * 700 + "ab"[second],))),
@@ -75,9 +76,9 @@ def test_all_processes_report_the_same_difference_between_them(folder, tmp_path)
     assert local is None and copy is None
 
 
-def test_a_copy_of_the_data_has_the_same_inventory_but_another_stamp(folder):
+def test_a_copy_of_the_data_has_the_same_digests_but_another_stamp(folder):
     opened = [open_pictures(Data("folder", path=f"{folder}/{name}"), 8) for name in ("all", "copy")]
-    one, other = map(fingerprints.inventory, opened)
+    one, other = map(fingerprints.digests, opened)
     assert one == other and one["the number of pictures"] == 4
     one, other = map(fingerprints.stamp, opened)
     assert one != other

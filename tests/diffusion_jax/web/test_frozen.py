@@ -167,7 +167,7 @@ def test_the_page_lists_scores_that_cannot_be_compared(tmp_path, show):
     assert embedded(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
 
 
-def test_a_browser_shows_the_use_of_time_and_the_continued_run(tmp_path, show):
+def test_a_browser_shows_how_each_start_used_its_time_and_which_run_it_continues(tmp_path, show):
     entries = [
         {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
          "seconds": {"compiling": 20.0, "saving": 10.0}},
@@ -215,7 +215,7 @@ def test_of_many_sample_sheets_a_subset_from_first_to_last_is_included(tmp_path)
     assert [step for step, _ in live] == list(range(1, 41))
 
 
-def test_large_pictures_are_small_copies_that_link_to_the_files_of_the_runs(
+def test_pictures_too_large_for_the_page_become_small_copies_that_link_to_their_files(
     tmp_path, show, monkeypatch
 ):
     run = tmp_path / "a run#1"

@@ -176,7 +176,7 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
 
 
 @pytest.mark.gate
-def test_an_empty_prompt_works_and_all_pictures_are_one_download(page, quick):
+def test_an_empty_prompt_is_drawn_and_all_pictures_can_be_downloaded_together(page, quick):
     pages.draw(page, "", count=2)
     pages.drawn(page)
     assert quick.drawn[-1][0] == ["", ""]

@@ -154,7 +154,7 @@ def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
     assert (report["state"], report["drawn"], report["looks"]) == ("cancelled", [], {})
 
 
-def test_a_watching_tab_receives_the_end_of_a_job_that_ends_while_a_report_is_sent(
+def test_a_tab_learns_that_a_job_ended_even_if_it_ends_during_a_progress_report(
     site, slow, monkeypatch
 ):
     app, report = server.app(site, HOSTS), site.report

@@ -197,7 +197,7 @@ def test_a_resumed_run_writes_the_same_snapshots(tmp_path):
     assert [at for at, *_ in restore.traces(restore.absolute(checkpoints), 3)] == [2, 2, 3, 3]
 
 
-def test_disk_counts_snapshots_at_two_bytes_per_parameter():
+def test_the_disk_estimate_counts_two_bytes_per_parameter_of_a_snapshot():
     params = {"a": jnp.zeros((10, 10))}
     state = init_state(params, test_state.make_tx(), (0.9,), WIDTHS)
     settings = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS)
@@ -212,7 +212,7 @@ def test_disk_counts_snapshots_at_two_bytes_per_parameter():
 
 
 @pytest.mark.slow
-def test_widths_can_be_swept_drawn_and_written_to_a_folder(tmp_path):
+def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
     small = (
         "--config.steps=12", "--config.batch_size=8", "--config.unet.embed_dim=32",

@@ -136,7 +136,7 @@ def test_names_with_nemos_prefixes_are_read(tiny, prefix):
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
-def test_the_first_layer_can_have_either_of_its_two_names(tiny):
+def test_the_first_layer_of_a_nemo_unet_may_be_stored_under_either_of_its_two_names(tiny):
     unet, _, params = tiny
     both = nemo.to_nemo(params, unet)
     alias = {name: array for name, array in both.items() if not name.startswith("init_conv")}

@@ -32,7 +32,7 @@ def test_a_chain_of_products_holds_two_arrays_at_a_time():
     assert peak(chain, (SAMPLES, 16), (16, 16), batch=5) == 2 * 5 * ROW
 
 
-def test_elementwise_results_take_memory_only_for_products_or_if_reused():
+def test_elementwise_results_take_memory_only_if_a_product_reads_them_or_they_are_costly():
     cheap = lambda x, w: ((2 * x + 1) ** 2 - x).sum()
     needed = lambda x, w: ((2 * x + 1) @ w).sum()
 
@@ -64,7 +64,8 @@ def test_tensor_parallelism_divides_hidden_activations_but_not_partial_sums():
     _, first, second = program.inputs
     sharded, summed = traced_memory.split(program, {first, second})
     name = {v: equation.name for equation in program.equations for v in equation.outputs}
-    # Sharded are x @ first, its gradient, and those of both kernels. The gradient of x is a sum.
+    # Four results are sharded: x @ first, its gradient, and the gradients of both kernels. The
+    # gradient of x is a sum over devices.
     assert sorted(name[v] for v in sharded - {first, second}).count("dot_general") == 4
     assert [traced_memory.size(program, v) for v in summed] == [SAMPLES * ROW]
     alive = lambda ways: traced_memory.lifetimes(
@@ -73,7 +74,7 @@ def test_tensor_parallelism_divides_hidden_activations_but_not_partial_sums():
     assert traced_memory.peak(alive(1), 5) - traced_memory.peak(alive(4), 5) >= 3 * 5 * ROW
 
 
-def test_results_occupy_the_given_bytes_until_the_end():
+def test_results_count_until_the_end_with_the_bytes_given_for_them():
     two = lambda x, w: (x.T @ x, x.T @ (x @ w))
     both = 2 * 4 * 16 * 16
     assert peak(two, (SAMPLES, 16), (16, 16), batch=1, results=(128, 128)) < both + 256

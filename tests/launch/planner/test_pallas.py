@@ -51,8 +51,8 @@ def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
     ended = run("-m", "launch.planner.pallas", kind, *sizes)
     assert ended.returncode == 0, ended.stderr
     forward, backward = json.loads(ended.stdout.splitlines()[-1])
-    # The lower bound are the products: 256 x 384 scores over 128 lanes, twice and five times, or
-    # 512 x 4,096.
+    # A lower bound is the number of cycles of the matrix products over 128 lanes. They have
+    # 256 x 384 or 512 x 4,096 scores, in two products forwards and five backwards.
     assert 500 < forward < backward < 30_000
 
 

@@ -32,7 +32,7 @@ def recovered(tmp_path, events, samples, end=""):
     return [(event.key, dict(event.metadata)) for event in events_left]
 
 
-def test_complete_blocks_and_evaluations_are_kept(tmp_path):
+def test_complete_blocks_and_evaluations_of_a_log_are_kept(tmp_path):
     events = [*HEADER, *block(0, 16), *evaluation(16), *block(16, 32), *evaluation(32)]
     assert recovered(tmp_path, events, 32) == events
     stopped = [*events, ("run_stop", {"status": "success", "samples_count": 32})]

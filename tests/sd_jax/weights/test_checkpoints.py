@@ -291,7 +291,7 @@ def test_a_folder_with_shards_or_pickles_loads_the_same_weights(folder, tmp_path
     assert checkpoints.equal(checkpoints.load(tmp_path / "d"), checkpoints.load(folder / "d"))
 
 
-def test_the_number_of_norm_groups_can_be_given(folder):
+def test_the_user_can_set_the_number_of_norm_groups_of_a_loaded_file(folder):
     assert load(folder / "a.npz", "ema", 16).unet.network.norm_groups == 16
 
 
@@ -343,7 +343,7 @@ def test_weights_of_another_network_are_an_error_also_with_a_config(tmp_path, na
         load(tmp_path / "a.npz")
 
 
-def test_markers_in_a_file_are_used_and_arrays_of_other_networks_are_counted(folder, tmp_path):
+def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(folder, tmp_path):
     strays = ["denoiser.sigmas", "safety_checker.a", "safety_checker.b", "cond_stage_model_ema.x",
               "embedding_manager.y"]  # fmt: skip
     state = compvis() | {name: np.ones(1) for name in strays}
@@ -418,7 +418,9 @@ def test_a_folder_of_the_hugging_face_cache_can_be_loaded(folder, tmp_path):
     checkpoints.load(cache)
 
 
-def test_wrong_targets_and_options_are_errors_and_write_nothing(folder, tmp_path):
+def test_saving_to_an_invalid_target_or_with_invalid_options_is_an_error_and_writes_nothing(
+    folder, tmp_path
+):
     read = checkpoints.load(folder / "d")
     with pytest.raises(ValueError, match="is not empty: choose a new folder"):
         checkpoints.save_diffusers(read, folder)

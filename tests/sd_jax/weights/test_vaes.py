@@ -103,7 +103,7 @@ def test_attention_inside_levels_has_ldms_names():
         ({"_class_name": "AutoencoderKLFlux2"}, "is 'AutoencoderKLFlux2', but only 'Autoencoder"),
     ],
 )
-def test_other_autoencoders_are_errors_that_name_the_option(change, message):
+def test_unsupported_autoencoder_configs_are_errors_that_name_the_field(change, message):
     with pytest.raises(ValueError) as error:
         formats.vae_from_diffusers(CONFIGS["sdxl"] | change)
     assert message in str(error.value)

@@ -151,7 +151,7 @@ def test_a_scorer_reports_both_scores_of_a_judge_and_their_card(untrained, tmp_p
     assert card["fd_judge_of_real"] < scores["fd_judge"]
 
 
-def test_real_pictures_show_the_prompts_if_the_judge_has_them(untrained, tmp_path):
+def test_a_judge_shows_its_real_picture_of_each_prompt_if_it_has_one(untrained, tmp_path):
     own = untrained.test.captions[3]
     pairs = (untrained.reference, untrained.test)
     images, captions = judge.real_pictures(untrained, 16)(["never shown", own, "nor this"])
@@ -190,7 +190,7 @@ def test_blurred_and_noisy_have_the_requested_strength():
     )
 
 
-def test_own_words_of_captions_ignore_the_words_that_all_captions_share():
+def test_own_words_leaves_out_the_words_that_all_captions_share():
     among = ["a fox, noto style", "a dog, noto style"]
     assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
@@ -243,7 +243,7 @@ def test_a_trained_judge_scores_damaged_pictures_and_shuffled_captions_lower(tmp
     assert right["blurred by 1/16"] < right["real"] and far["blurred by 1/16"] > far["real"]
 
 
-def test_a_data_source_is_named_in_one_string():
+def test_one_string_names_the_source_path_and_text_of_a_data_set():
     assert sources.named("folder:photos::jsonl:text")[:3] == ("folder", "photos", "jsonl:text")
     digits = "diffusion_jax.examples.digits"
     assert sources.named(digits)[:3] == (digits, "", "txt")
