@@ -224,6 +224,11 @@ def test_invalid_numbers_for_fields_in_sampling_are_errors(folder, system, text,
         read_settings(folder, "sd" if system == "sd" else "unet", fields=text)
 
 
+def test_a_number_for_a_model_without_fields_is_an_error_that_names_data_fields():
+    with pytest.raises(ValueError, match=r"this model was trained without data\.fields"):
+        picture_fields.values((), "aesthetic=7")
+
+
 def test_one_text_can_set_several_fields():
     named = picture_fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
     assert picture_fields.values(named, " year = 1950.5, aesthetic=7 ") == {

@@ -119,9 +119,10 @@ def read(
         if isinstance(row, rows.Alone):
             raise ValueError(f"{place} {_no_name(row)}: write an object for each image on a line")
         raise ValueError(
-            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
-            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set {setting} to "
-            f"{kind}:COLUMN with the {'numbers' if number else 'caption'} column"
+            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a value "
+            f"of {field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set {setting} "
+            f"to {kind}:COLUMN{'=LOW..HIGH' if number else ''} with the column of the "
+            f"{'numbers' if number else 'captions'}"
         )
     return found
 
