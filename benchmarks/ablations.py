@@ -155,8 +155,12 @@ def _drawn(**choice: Any) -> dict[str, Any]:
     return {"drawn": choice}
 
 
-# Samplers left out, because on this grid they equal ddim (with eta 0 or 1) or plms.
-_ALIKE = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v")
+# The samplers left out equal ddim (with eta 0 or 1) or plms on this grid, repeat pictures of
+# k-diffusion with samplers that few use, or need another model (lcm).
+_LEFT_OUT = (
+    "ddim", "euler", "euler_ancestral", "ddpm", "plms_v", "dpm2", "dpm2_ancestral", "lms",
+    "dpmpp_2s", "lcm",
+)  # fmt: skip
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "objective": {
         "x0": {},
@@ -200,7 +204,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "autoguidance 2": _drawn(guidance=2.0, guide=GUIDE),
     },
     "sampler": {"ddim eta 1": {}, "ddim eta 0": _drawn(sampler="ddim(eta=0)")}
-    | {name: _drawn(sampler=name) for name in samplers.SAMPLERS if name not in _ALIKE}
+    | {name: _drawn(sampler=name) for name in samplers.SAMPLERS if name not in _LEFT_OUT}
     | {"restart": _drawn(sampler="restart(low=0.5, high=2, repeats=1, inner=2)")},
     "one step": {
         "denoise": {},

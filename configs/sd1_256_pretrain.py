@@ -36,7 +36,6 @@ def get_config() -> ConfigDict:
         weights="weights/clip-vit-large-patch14",  # A folder or a Hugging Face name.
         width=768,
         max_tokens=77,
-        read_tokens=77,
         drop_prob=0.0,
     )
     c.conditioning = dict(drop_to="empty")  # Dropped texts become ""; NeMo uses "zeros".

@@ -59,7 +59,7 @@ def claim(
     # The base weights of a LoRA may have moved. base.json holds their fingerprint.
     adapts = config.get("lora", {}).get("rank") or text.get("learned_tokens")
     moved = ("unet.weights",) if adapts else ()
-    free = ("version", *FREE, *unread, *moved)
+    free = ("version", *FREE, *unread, *unread_text(config), *moved)
     different = path.exists() and settings_record.differences(load(workdir), config, free)
     if different and has_checkpoint(workdir):
         raise ValueError(
@@ -83,6 +83,11 @@ def claim(
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
     return bool(different)
+
+
+def unread_text(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of a config's text group that its encoder ignores; these may differ."""
+    return () if config.get("text", {}).get("encoder") == "t5" else ("text.read_tokens",)
 
 
 def has_checkpoint(workdir: str | os.PathLike[str]) -> bool:

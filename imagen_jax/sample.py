@@ -42,7 +42,7 @@ from diffusion_jax.config import ranges
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
+from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
 from imagen_jax import cascade
 
 _WORKDIR = flags.DEFINE_multi_string(
@@ -88,7 +88,7 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         model = model.changed([{}] * len(workdirs), strengths=strengths)
     if prompts:
         warn_of_cuts(model.stages[0].encoder, prompts)
-        warn_of_new_words(model, prompts)
+        model.warn_of_words(prompts)
     captions, texts = (prompts, prompts) if prompts else _embeddings()
     paths = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
     paths |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}

@@ -43,7 +43,7 @@ from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
+from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
 from diffusion_jax.files import sheets
 from sd_jax import drawing, file_flags, settings
 
@@ -93,7 +93,7 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     s = stage.settings.sampler
     if not s.prompt_weights:  # It reads texts of any length.
         warn_of_cuts(stage.encoder, [*prompts, s.negative_prompt])
-    warn_of_new_words(model, prompts)
+    model.warn_of_words(prompts)
     paths = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     return model, Inputs(prompts, prompts, pictures, batch_sizes=[_BATCH.value], paths=paths)
 

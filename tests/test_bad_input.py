@@ -210,6 +210,8 @@ start --data= | --data is empty: give the path of your pictures
 start --data=D/empty | no images in D/empty: looked for
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
+start --data=D/a.zip | D/a.zip is a zip file, which is not read: unpack it into a folder
+start --data=D/zipped | found zip; check the path, or unpack the zip files
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns
 start --data=D/file | D/file is not a folder, .tar, .csv, .tsv, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no text (data.text=json:caption)
@@ -268,8 +270,10 @@ def files(tmp_path_factory):
     (folder / "value.py").write_text("def get_config():\n    raise ValueError('a\\x1b[31mred')\n")
     (folder / "deep.json").write_text('{"annotations": ' + "[" * 100_000)
     (folder / "dangling").symlink_to(folder / "nowhere")
-    for name in ("broken", "empty", "images", "metrics", "scored"):
+    for name in ("broken", "empty", "images", "metrics", "scored", "zipped"):
         (folder / name).mkdir()
+    for place in (folder, folder / "zipped"):
+        (place / "a.zip").write_bytes(b"PK")
     lines = ['{"step": 1, "loss": 2}', '{"step": ', json.dumps({"step": 3}), ""]
     (folder / "metrics" / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "scored" / "metrics.jsonl").write_text(lines[0] + "\n")

@@ -104,7 +104,7 @@ def table(path: str | os.PathLike[str]) -> list[rows.Row]:
 
 def names(path: str | os.PathLike[str]) -> list[str]:
     """Return the names, without .txt, of the files that hold the prompts of a folder; else []."""
-    return [pathlib.Path(place).stem for place, text in _folder(files.local(path)) if text]
+    return [pathlib.Path(place).stem for place, _ in _folder(files.local(path))]
 
 
 def _number(place: str, cell: Any, field: Field) -> float:

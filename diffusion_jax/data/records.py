@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int, UInt64
 
 from diffusion_jax import files
@@ -310,6 +311,19 @@ def _weighted(item: Any) -> tuple[Any, float]:
     return cell_text(item), 1.0
 
 
+def image_column(columns: Sequence[str], name: str) -> str:
+    """Return "image", or the first of `columns` if none is called so, and warn if there are others.
+
+    `name` is the name of the table with these columns of images, for the warning.
+    """
+    column = "image" if "image" in columns else columns[0]
+    if len(columns) > 1:
+        logging.warning(
+            "%s has several image columns (%s): reading %s", name, ", ".join(columns), column
+        )
+    return column
+
+
 def suffix_of(name: str) -> str:
     """Return the part of a file name after the first dot, in lower case: "a/b.T5.npy" -> "t5.npy".
 
@@ -319,7 +333,7 @@ def suffix_of(name: str) -> str:
 
 
 def check_exists(paths: Sequence[str], format: str) -> None:
-    """Check that the paths of a data set exist.
+    """Check that the paths of a data set exist, and that none is a zip file.
 
     Args:
         paths: local paths or URLs.
@@ -327,9 +341,15 @@ def check_exists(paths: Sequence[str], format: str) -> None:
 
     Raises:
         FileNotFoundError: a path is missing. The message shows how to make an example data set.
+        ValueError: a path is a zip file.
     """
     missing = [path for path in paths if not files.path(path).exists()]
     if not missing:
+        for path in paths:
+            if path.lower().endswith(".zip") and not storage.is_folder(path):
+                raise ValueError(
+                    f"{path} is a zip file, which is not read: unpack it into a folder"
+                )
         return
     message = f"no data at {_some(missing[:3], len(missing))}: check the path"
     if not storage.is_url(missing[0]):
@@ -356,6 +376,7 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     if num_images == 0:
         others = _list(suffixes)
         advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice += ", or unpack the zip files" if "zip" in others else ""
         for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
             advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(

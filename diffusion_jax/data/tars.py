@@ -398,6 +398,7 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
         raise ValueError(
             f"no .tar files in {name}: check the path, or read image files with data.source=folder"
         )
+    storage.warn_of_missing_shards(tars)
     known = ("tar", *records.KNOWN)
     inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
     return tars if storage.is_url(name) else _without_links(tars, name, inventory)

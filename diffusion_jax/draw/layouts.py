@@ -47,13 +47,18 @@ def dpg(file: str, prompts: Sequence[str], num_images: int) -> Layout:
     """Return the layout of DPG-Bench (Hu et al. 2024), a picture of 2x2 pictures for each prompt.
 
     `file` is the benchmark's folder of prompts, whose files name the pictures. Raises ValueError if
-    it is no folder, or `num_images` is neither 4 nor 1, which draws pictures alone.
+    it is no folder, it has empty files, or `num_images` is neither 4 nor 1, which draws pictures
+    alone.
     """
-    del prompts
     if num_images not in (1, 4) or not (names := prompt_files.names(file)):
         raise ValueError(
             "--layout=dpg needs --num_images=4 (or 1, for PIC_NUM=1), and as --prompts the "
             f"benchmark's folder dpg_bench/prompts; they are {num_images} and {file}"
+        )
+    if empty := len(names) - len(prompts):
+        raise ValueError(
+            f"--layout=dpg draws a picture for each file in {file}, but {empty} of {len(names)} "
+            "are empty: get the benchmark's prompts again"
         )
     files = [f"images/{n}.png" for n in names for _ in range(num_images)]
     return Layout(files, {}, num_images, square=True)  # It cuts squares out of the grid.

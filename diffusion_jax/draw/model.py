@@ -159,8 +159,7 @@ class Model:
             Cancelled: `progress` raised it.
         """
         prompts, seeds = _paired(prompts, seeds)
-        if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
-            logging.warning("%s", line)
+        self.warn_of_words(prompts)
         over = input_pictures.opened(image, mask)
         small = low_res and input_pictures.upright(low_res, "RGB", "the picture to enlarge")
         values = {**values, **self._size_of(over and over.images[0], values)}
@@ -193,6 +192,13 @@ class Model:
             sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True)
         )
         return Drawing(images, prompts, seeds, model.card(), smaller)
+
+    def warn_of_words(self, prompts: Sequence[str]) -> None:
+        """Log the words of prompts that no training caption contains, and unused added words."""
+        encoder = self.stages[0].encoder
+        if line := vocabulary.warning(self.vocabulary, prompts, encoder.name):
+            logging.warning("%s", line)
+        encoder.warn_of_unused(prompts)
 
     def batches(
         self,

@@ -28,7 +28,7 @@ from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
-from diffusion_jax.text import TextEncoder, vocabulary
+from diffusion_jax.text import TextEncoder
 
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
 
@@ -145,12 +145,6 @@ def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
         )  # fmt: skip
     if lost:
         logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
-
-
-def warn_of_new_words(model: Model, texts: Sequence[str]) -> None:
-    """Log one line that lists the words of `texts` that no training caption of a run contains."""
-    if line := vocabulary.warning(model.vocabulary, texts, model.stages[0].encoder.name):
-        logging.warning("%s", line)
 
 
 def _define_flags() -> dict[str, flags.FlagHolder]:

@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import FeatureRows
+from diffusion_jax.metrics.features import FeatureRows, check_finite
 
 _PART = 5000  # Images per part, as in ADM's evaluator.
 
@@ -14,7 +14,9 @@ def score(logits: FeatureRows) -> Score:
 
     The images are split into parts of 5,000, and the score is the mean over the parts. `logits` do
     not include the classifier's bias, as in the original TensorFlow code and in ADM's evaluator.
+    Raises ValueError for logits with NaN or infinity.
     """
+    check_finite(logits)
     parts = [_part(logits[start : start + _PART]) for start in range(0, len(logits), _PART)]
     value = np.mean([value for value, _ in parts])
     return Score(float(value), np.concatenate([each for _, each in parts]))

@@ -40,7 +40,7 @@ def score_kid(
 def score_cmmd(generated: FeatureRows, real: FeatureRows) -> Score:
     """Return the CMMD between two sets of CLIP image embeddings as a score.
 
-    The embeddings are scaled to norm 1 first.
+    The embeddings are scaled to norm 1 first. Raises ValueError if one has NaN or infinity.
     """
     generated, real = normalised(generated), normalised(real)
     kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
@@ -112,8 +112,10 @@ def kid(
 def cmmd(x: FeatureRows, y: FeatureRows) -> float:
     """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
-    `x` and `y` are CLIP image embeddings, one row per image, scaled to L2 norm 1.
+    `x` and `y` are CLIP image embeddings, one row per image, scaled to L2 norm 1. Raises ValueError
+    for embeddings with NaN or infinity.
     """
+    check_finite(x, y)
     kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2
     return float(_SCALE * (within - 2 * _total(kernel, x, y) / (len(x) * len(y))))

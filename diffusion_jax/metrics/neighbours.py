@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffusion_jax.metrics import bootstrap
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import FeatureRows
+from diffusion_jax.metrics.features import FeatureRows, check_finite
 
 _BLOCK = 2048
 _FEW, _MANY = 3, 5  # k of precision and recall, and of density and coverage.
@@ -45,7 +45,11 @@ class RealFeatures:
     """
 
     def __init__(self, rows: FeatureRows):
-        """Compute the radii of the k-NN spheres around `rows`, the features [M, D]."""
+        """Compute the radii of the k-NN spheres around `rows`, the features [M, D].
+
+        Raises ValueError for rows with NaN or infinity, as `compared` does.
+        """
+        check_finite(rows)
         self._centre = rows.mean(0, dtype=np.float64)
         self._rows = self._centred(rows)
         self._few, self._many = _radii(self._rows)
@@ -57,6 +61,7 @@ class RealFeatures:
         The latest result is cached, because four metrics call this method with the same array.
         """
         if self._last is None or self._last[0] is not generated:
+            check_finite(generated)
             self._last = generated, self._compare(self._centred(generated))
         return self._last[1]
 
@@ -88,7 +93,7 @@ def precision(generated: FeatureRows, real: RealFeatures) -> Score:
     Precision measures fidelity. It is between 0 and 1. k is 3.
 
     Raises:
-        ValueError: a set has fewer than 4 images.
+        ValueError: a set has fewer than 4 images, or features with NaN or infinity.
     """
     return _share(_enough(real.compared(generated), _FEW).precise)
 
@@ -100,7 +105,7 @@ def recall(generated: FeatureRows, real: RealFeatures) -> Score:
     real images.
 
     Raises:
-        ValueError: a set has fewer than 4 images.
+        ValueError: a set has fewer than 4 images, or features with NaN or infinity.
     """
     return _share(_enough(real.compared(generated), _FEW).recalled)
 
@@ -113,7 +118,7 @@ def density(generated: FeatureRows, real: RealFeatures) -> Score:
     sets have the same distribution.
 
     Raises:
-        ValueError: a set has fewer than 6 images.
+        ValueError: a set has fewer than 6 images, or features with NaN or infinity.
     """
     return bootstrap.mean(_enough(real.compared(generated), _MANY).spheres / _MANY)
 
@@ -125,7 +130,7 @@ def coverage(generated: FeatureRows, real: RealFeatures) -> Score:
     real images.
 
     Raises:
-        ValueError: a set has fewer than 6 images.
+        ValueError: a set has fewer than 6 images, or features with NaN or infinity.
     """
     return _share(_enough(real.compared(generated), _MANY).covered)
 
@@ -136,8 +141,9 @@ def nearest(
     """Find the nearest row of `among` for each row of `rows`.
 
     Both arrays hold features, one row per image. Return the Euclidean distances [N], and the
-    indices [N] of the nearest rows in `among`.
+    indices [N] of the nearest rows in `among`. Raises ValueError for rows with NaN or infinity.
     """
+    check_finite(rows, among)
     centre = among.mean(0, dtype=np.float64)
     centred = lambda part: jnp.asarray((part - centre).astype(np.float32))
     blocks = [(part.start, centred(among[part])) for part in _parts(among)]

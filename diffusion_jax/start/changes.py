@@ -151,8 +151,8 @@ def _encoder(weights: str, words: int) -> Changes:
         )
     encoder, width = _ENCODERS[kind]
     tokens = 77 if kind == "clip" else min(128, max(8, -(-words // 4) * 8))
-    values = {"encoder": encoder, "weights": weights, "width": config[width],
-              "max_tokens": tokens, "read_tokens": tokens}  # fmt: skip
+    values = {"encoder": encoder, "weights": weights, "width": config[width], "max_tokens": tokens}
+    values |= {"read_tokens": tokens} if encoder == "t5" else {}
     return {f"text.{name}": (value, "") for name, value in values.items()}
 
 

@@ -188,7 +188,7 @@ def _write(
         epochs = steps["steps"][0] * one.settings.run.batch_size / len(photos.records)
         notes = {
             "The speed is assumed, because measuring took too long.": one.assumed,
-            "This is longer than --hours.": seconds > allowed,
+            "This is longer than --hours.": _is_longer(seconds, allowed),
             f"This is too short to train on each of the {len(photos.records):,} pictures once.":
                 epochs < 1,
         }  # fmt: skip
@@ -222,6 +222,11 @@ def _write(
     print("\nnext:")
     for line in [*commands, *_after(package, path.stem, photos, measured, size)]:
         print(f"  {line}")
+
+
+def _is_longer(seconds: float, allowed: float) -> bool:
+    """Return whether a time is longer than another one, also when both are rounded as shown."""
+    return seconds > allowed and _hours(seconds) != _hours(allowed)
 
 
 def _hours(seconds: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Bool, Float
 
 TextArrays = dict[str, Any]
@@ -63,6 +64,14 @@ class TextEncoder(NamedTuple):
     add_words: Callable[[Any, Mapping[str, np.ndarray]], tuple["TextEncoder", Any]] | None = None
     """Maps (frozen, the vectors [N, D] of each new word) to an encoder that replaces this one, and
     its weights. None if the encoder cannot learn words."""
+    added: tuple[str, ...] = ()
+    """The words that files of embeddings have added."""
+
+    def warn_of_unused(self, prompts: Sequence[Any]) -> None:
+        """Log each word that a file of embeddings has added and no prompt contains."""
+        for word in self.added:
+            if not any(word.lower() in str(prompt).lower() for prompt in prompts):
+                logging.warning("no prompt contains %r, the word of a file of --embedding", word)
 
 
 def check_fits(kind: str, folder: object, network: Any, vocab_size: int, width: int | None) -> None:

@@ -117,7 +117,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
     adds_lora = bool(_rank(config)) and not _rank(before)
     _adapt(config, f"{run}@{newest}", run)
     now = json.loads(json.dumps(systems.complete(config)))
-    free = ("version", *_CHANGES, *(["lora."] if adds_lora else []))
+    free = ("version", *_CHANGES, *runs.unread_text(now), *(["lora."] if adds_lora else []))
     weights = f"--config.{'unet' if 'unet' in now else 'vae'}.weights={run}"
     if refused := settings_record.differences(before, now, free):
         raise ValueError(

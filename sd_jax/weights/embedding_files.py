@@ -61,7 +61,7 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
             f"--embedding={paths} holds vectors for CLIP, but the text encoder is "
             f"{encoder.name!r}: choose a model with CLIP"
         )
-    vectors = {}
+    vectors, words = {}, []
     for path in split(paths):
         word, rows = read(files.local(path))
         if rows.shape[1] != encoder.width:
@@ -72,7 +72,9 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
         if word.lower() in vectors:
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
         vectors[word.lower()] = rows
-    return encoder.add_words(frozen, vectors)
+        words.append(word)
+    larger, params = encoder.add_words(frozen, vectors)
+    return larger._replace(added=tuple(words)), params
 
 
 def split(paths: str) -> list[str]:

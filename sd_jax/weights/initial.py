@@ -121,11 +121,12 @@ def _is_workdir(path: str | os.PathLike[str]) -> bool:
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
     if part is None:
         raise ValueError(f"{path} holds no {kind}: name a file or a directory that has one")
-    fields = [field for field in network.__dataclass_fields__ if field not in _EXECUTION]
+    pairs = zip(_fields(part.network), _fields(network), strict=True)
     differences = [
-        f"{field} is {in_file!r} in the file, but {in_config!r} in the config"
-        for field in fields
-        if (in_file := getattr(part.network, field)) != (in_config := getattr(network, field))
+        f"{field} is {in_file!r} in the file, but {'' if name == field else f'{name} is '}"
+        f"{in_config!r} in the config"
+        for (field, in_file), (name, in_config) in pairs
+        if (field, in_file) != (name, in_config)
     ]
     if differences:
         raise ValueError(
@@ -133,3 +134,11 @@ def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: 
             "config"
         )
     return part
+
+
+def _fields(network: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and values of the fields that determine what a network computes."""
+    # A UNet's num_heads and head_dim are two ways to set the same thing.
+    ignored = "head_dim" if getattr(network, "num_heads", 0) else "num_heads"
+    names = [n for n in network.__dataclass_fields__ if n not in (*_EXECUTION, ignored)]
+    return [(name, getattr(network, name)) for name in names]

@@ -185,6 +185,11 @@ def _parse(text: str) -> list[tuple[pathlib.Path, float]]:
     try:
         path, strength = (path, float(strength)) if colon else (text, 1.0)
     except ValueError:
+        if files.local(path).exists() and not files.local(text).exists():
+            raise ValueError(
+                f"--lora={text}: the strength {strength!r} is not a number: write {path} or, for "
+                f"half of it, {path}:0.5"
+            ) from None
         path, strength = text, 1.0
     if not math.isfinite(strength):
         raise ValueError(f"--lora={text}: the strength must be a finite number")

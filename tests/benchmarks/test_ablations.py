@@ -1,6 +1,7 @@
 """The ablations: equal numbers of network rows, intervals over seeds, and the command."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -112,6 +113,18 @@ def test_a_variant_of_equal_time_trains_for_as_many_steps_as_take_the_time_of_th
     assert size == ablations.Size(400, 64)
     muon = {"optimizer.name": "muon"}
     assert ran == [("base_2", {}, 2, 600), ("optimizer_Muon_2", muon, 2, 600)]
+
+
+def test_the_page_of_the_docs_has_the_tables_and_rows_that_the_command_writes():
+    page = (pathlib.Path(ablations.__file__).parents[1] / "docs/lab/ablations.md").read_text()
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    rows = {
+        axis.lower(): [line.split(" | ")[0][2:] for line in text.splitlines() if line[:2] == "| "]
+        for axis, text in sections.items()
+    }
+    expected = {axis: ["", "---", *names] for axis, names in ablations.AXES.items()}
+    assert expected.pop("optimizer") and "(`optimizer`), which is not measured yet" in page
+    assert {axis: rows[axis] for axis in expected} == expected
 
 
 @pytest.mark.slow

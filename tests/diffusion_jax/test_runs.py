@@ -61,6 +61,13 @@ def test_without_a_checkpoint_another_config_takes_over_and_one_line_says_so(tmp
     assert not runs.claim(tmp_path, other)
 
 
+@pytest.mark.parametrize(("encoder", "differs"), [("clip", False), ("t5", True)])
+def test_the_number_of_read_tokens_may_change_unless_the_encoder_is_t5(tmp_path, encoder, differs):
+    """Configs of Stable Diffusion once set it, although CLIP ignores it."""
+    runs.claim(tmp_path, config(text__encoder=encoder, text__read_tokens=77))
+    assert runs.claim(tmp_path, config(text__encoder=encoder), write=False) == differs
+
+
 def test_another_config_is_an_error_that_names_the_differences(tmp_path):
     runs.claim(tmp_path, config())
     (tmp_path / "checkpoints/5").mkdir(parents=True)

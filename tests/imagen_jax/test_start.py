@@ -63,6 +63,12 @@ def test_gflop_of_a_stage_is_that_of_its_training_step(tmp_path, stage):
     assert f"{traced.flops / 1e9:.2g}" == f"{stage.gflop:g}"
 
 
+def test_a_time_that_is_shown_as_equal_to_hours_is_not_called_longer():
+    """A least number of steps may take 200 s, which is shown as 3 minutes, with --hours=0.05."""
+    minutes = (200.0, 180.0), (240.0, 180.0), (100.0, 180.0)
+    assert [start_command._is_longer(*pair) for pair in minutes] == [False, True, False]
+
+
 def measure_for_too_long():
     """Replace the measurement by one that ends with an error long after its time."""
 

@@ -21,6 +21,7 @@ from diffusion_jax.files import sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
+from diffusion_jax.weights import torch_weights
 from sd_jax import drawing, evaluate, sampling, task
 from tests.sd_jax import tiny
 
@@ -123,6 +124,15 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     small = np.stack([Image.fromarray(i).resize((8, 8), bicubic) for i in pictures])
     expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
     assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer, tmp_path, caplog):
+    path = str(tmp_path / "fox.safetensors")
+    torch_weights.write(path, {"emb_params": np.ones((2, 24), np.float32)})
+    subject = evaluate.open_model(str(published / "d"), [{"steps": 2, "embedding": path}])
+    evaluation.rehearse(subject, scorer, evaluation.Sweep((2.0,), batch_size=2, size=tiny.SIZE))
+    message = "no prompt contains 'fox', the word of a file of --embedding"
+    assert caplog.messages.count(message) == 1
 
 
 def test_evaluating_a_folder_that_is_not_a_run_is_an_error(tmp_path):

@@ -83,6 +83,13 @@ def test_dpg_bench_crops_the_pictures_of_each_prompt_in_their_order(tmp_path, nu
         assert colours == [10 * (num_images * n + k) for k in range(num_images)]
 
 
+def test_dpg_bench_refuses_an_empty_file_of_prompts(tmp_path):
+    for name, prompt in (("a", "a red fox"), ("b", " \n")):
+        (tmp_path / f"{name}.txt").write_text(prompt)
+    with pytest.raises(ValueError, match=r"each file in .*, but 1 of 2 are empty: get the"):
+        layouts.dpg(str(tmp_path), prompt_files.read(tmp_path), 4)
+
+
 def test_t2i_compbench_reads_prompts_and_numbers_from_file_names(tmp_path):
     """As BLIPvqa_eval/BLIP_vqa.py sorts and splits all names in samples/."""
     file = tmp_path / "color_val.txt"

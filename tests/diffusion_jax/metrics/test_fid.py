@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from diffusion_jax.metrics import features, fid, mmd
+from diffusion_jax.metrics import features, fid, inception_score, mmd, neighbours
 from diffusion_jax.metrics.features import Gaussian
 
 SHARED = pathlib.Path(__file__).parents[4] / "shared" / "oracles" / "eval"
@@ -113,10 +113,14 @@ def test_features_with_nan_are_an_error(n):
     rows = np.random.default_rng(0).normal(size=(2, n, 20))
     rows[0, : n // 2] = np.nan
     message = f"{n // 2} of {n} rows of features hold NaN or infinity"
+    in_spheres = lambda a, b: neighbours.precision(a, neighbours.RealFeatures(b))
+    kid = functools.partial(mmd.kid, size=2)
     for a, b in (rows, rows[::-1]):
-        for distance in (fid.frechet, functools.partial(mmd.kid, size=2)):
+        for distance in (fid.frechet, kid, mmd.cmmd, in_spheres, neighbours.nearest):
             with pytest.raises(ValueError, match=message):
                 distance(a, b)
+    with pytest.raises(ValueError, match=message):
+        inception_score.score(rows[0])
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the reference's numbers are not here")

@@ -84,7 +84,7 @@ def test_without_captions_there_is_no_text_dropout_and_no_guidance(folder, tmp_p
     ("encoder_config", "group"),
     [
         ({"model_type": "t5", "d_model": 64}, ("t5", 64, 16, 16)),
-        ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 77)),
+        ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 512)),
     ],
 )
 def test_the_folder_of_text_weights_determines_the_text_encoder(

@@ -97,7 +97,7 @@ def test_two_embeddings_of_one_word_and_infinite_vectors_are_errors(encoder, tmp
         embedding_files.read(path)
 
 
-def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, tmp_path):
+def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, tmp_path, caplog):
     vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
     path = str(tmp_path / "fox.safetensors")
     torch_weights.write(path, {"emb_params": vectors})
@@ -105,6 +105,7 @@ def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, 
     model = drawing.load(published / "d", embedding=path, **values)
     plain = drawing.load(published / "d", **values)
     fox, cat = (m.draw("fox").images.astype(int) for m in (model, plain))
-    assert np.abs(fox - cat).max() > 2
+    assert np.abs(fox - cat).max() > 2 and not caplog.messages
     np.testing.assert_allclose(model.draw("a").images, plain.draw("a").images, atol=1)
+    assert caplog.messages == ["no prompt contains 'fox', the word of a file of --embedding"]
     assert model.card()["embedding"] == [path] and "embedding" not in plain.card()

@@ -367,7 +367,10 @@ def test_dreambooth_folders_change_the_unet_and_the_text_encoder(opened, tmp_pat
     np.testing.assert_array_equal(of_text(alone), of_text(merged))
 
 
-def test_a_missing_lora_file_and_an_invalid_strength_are_errors():
+def test_a_missing_lora_file_and_an_invalid_strength_are_errors(tmp_path):
+    (tmp_path / "a.safetensors").touch()
+    with pytest.raises(ValueError, match=r"a\.safetensors:abc: the strength 'abc' is not a number"):
+        lora_files.apply([f"{tmp_path}/a.safetensors:abc"], Checkpoint(None, None, []))
     with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: the file nope does not exist"):
         lora_files.apply(["nope:0.5"], Checkpoint(None, None, []))
     with pytest.raises(ValueError, match="the strength must be a finite number"):

@@ -47,6 +47,11 @@ def test_a_table_without_rows_or_an_image_column_is_an_error():
     table = pyarrow.table({"text": ["a"]})
     with pytest.raises(ValueError, match=r"t has no image column, but only the columns text: "):
         TableRecords(table, "t", "text")
+    table = table.append_column("jpg", pyarrow.array([b"x"]))
+    with pytest.raises(
+        ValueError, match=r"text, jpg: if jpg holds .* cast_column\('jpg', datasets"
+    ):
+        TableRecords(table, "t", "text")
     with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
         TableRecords(table[:0], "t", "text")
 
