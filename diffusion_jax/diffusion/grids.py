@@ -167,7 +167,7 @@ def exponential(
 ) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
-    The levels are evenly spaced in ln sigma. Their number depends on `end`, as in `karras`.
+    Their number depends on `end`, as in `karras`.
     """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
@@ -243,10 +243,7 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
 
 
 def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Compute n + 1 evenly spaced times from steps - 1 to 0, as in DPM-Solver.
-
-    The times are generally fractional.
-    """
+    """Compute n + 1 evenly spaced, usually fractional times from steps - 1 to 0 (DPM-Solver)."""
     return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
 
 
@@ -256,10 +253,7 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
 
 
 def _has_end(noise: Noise, options: GridOptions) -> bool:
-    """Return whether `leading` and `linspace` place n + 1 times instead of n.
-
-    The last of n + 1 times is the end of the grid.
-    """
+    """Return whether `leading` and `linspace` place n + 1 times, the last of which is the end."""
     return options.includes_end or (not noise.steps and noise.end == "zero")
 
 

@@ -202,9 +202,8 @@ _NO_SIGNAL_AT_THE_END = (noise.zero_terminal_snr, noise.logit_normal, noise.unif
 def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
     """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
-    D is the denoiser, and `weight` is the function. The weighted loss does not depend on what the
-    network F predicts: the loss of F is |D - x0|^2 / c_out^2, and the weighting multiplies it by
-    weight(1 / sigma^2) * c_out^2.
+    The weighted loss does not depend on what the network F predicts: the loss of F is
+    |D - x0|^2 / c_out^2, and the weighting multiplies it by weight(1 / sigma^2) * c_out^2.
     """
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
