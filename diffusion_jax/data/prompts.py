@@ -104,7 +104,8 @@ def table(path: str | os.PathLike[str]) -> list[rows.Row]:
 
 def names(path: str | os.PathLike[str]) -> list[str]:
     """Return the names, without .txt, of the files that hold the prompts of a folder; else []."""
-    return [pathlib.Path(place).stem for place, _ in _folder(files.local(path))]
+    folder = files.local(path)
+    return [pathlib.Path(place).stem for place, _ in _folder(folder)] if folder.is_dir() else []
 
 
 def _number(place: str, cell: Any, field: Field) -> float:
