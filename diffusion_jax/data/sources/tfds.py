@@ -13,16 +13,18 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 
-_LENGTH = struct.Struct("<Q")
+_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
@@ -81,23 +83,25 @@ class Tfds(Records):
         """Return the examples with these indices as records."""
         rows = self._rows.__getitems__(list(indices))
         return [
-            Record(
-                row[self._image], self._text(row), f"{self._name}, {index}",
-                {name: _inside(row, name) for name in self._fields},
-            )
-            for index, row in zip(indices, rows, strict=True)
-        ]  # fmt: skip
+            self._record(row, f"{self._name}, {i}") for i, row in zip(indices, rows, strict=True)
+        ]
+
+    def _record(self, row: Any, name: str) -> Record:
+        if isinstance(row, Unusable):
+            return Record(b"", row, name)
+        numbers = {field: _inside(row, field) for field in self._fields}
+        return Record(row[self._image], self._text(row), name, numbers)
 
     def _text(self, row: Mapping[str, Any]) -> Any:
         texts = ((records.cell_text(_inside(row, name)), weight) for name, weight in self._texts)
         return captions.join(texts)
 
     def _check_text(self) -> None:
-        row = self._rows[0]
+        row = next((row for row in self._rows if not isinstance(row, Unusable)), None)
         needed = [(name, "text to the caption feature") for name, _ in self._texts]
         needed += [(name, "fields to the features of numbers") for name in self._fields]
         for name, advice in needed:
-            if _inside(row, name) is None:
+            if row and _inside(row, name) is None:
                 raise ValueError(
                     f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set "
                     f"data.{advice}"
@@ -114,7 +118,7 @@ def _rows(tfds: Any, builder: Any, split: str, image: str) -> Any:
 
 
 class _TfRecords:
-    """The examples of a split in TFRecord files, with random access."""
+    """The examples of a split in TFRecord files, with random access. Damaged ones are Unusable."""
 
     def __init__(self, info: Any, split: str, decoders: Any):
         self._decode = lambda contents: info.features.deserialize_example_np(
@@ -136,10 +140,19 @@ class _TfRecords:
 
     def __getitem__(self, index: int) -> Any:
         file, first, last = self._spans[index].tolist()
-        return self._decode(self._files[file][first:last])
+        contents = self._files[file][first:last]
+        if _checksum(contents) != _CHECKSUM.unpack_from(self._files[file], last)[0]:
+            return Unusable("wrong_checksum", "the TFRecord file has changed since it was written")
+        return self._decode(contents)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[index] for index in indices]
+
+
+def _checksum(contents: bytes) -> int:
+    """Return the checksum of `contents` in a TFRecord file: CRC-32C, rotated, plus a constant."""
+    crc = google_crc32c.value(contents)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from diffusion_jax.config import picture_fields
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord, arrow
+from diffusion_jax.data.sources import tfds as tfds_source
 from diffusion_jax.data.sources.arrow import Arrow, TableRecords
 from diffusion_jax.data.sources.tfds import Tfds
 
@@ -157,7 +158,10 @@ def tf_records(prepared, tmp_path_factory):
         rows = [{"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i,
                  "captions/text": b"c%d" % i} for i in numbers]  # fmt: skip
         frames = [arrayrecord.encode(row) for row in rows]
-        contents = [struct.pack("<Q4x", len(f)) + f + bytes(4) for f in frames]
+        contents = [
+            struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tfds_source._checksum(f))
+            for f in frames
+        ]
         (folder / f"tiny-train.tfrecord-0000{shard}-of-00002").write_bytes(b"".join(contents))
     return folder
 
@@ -171,6 +175,22 @@ def test_tf_records_are_read_at_random_positions_without_tensorflow(tf_records):
     part = Tfds(f"{tf_records}@train[1:4]", "captions/text")
     assert [record.text for record in part.read(range(len(part)))] == ["c1", "c2", "c3"]
     assert ("tensorflow" in sys.modules) == loaded
+
+
+def test_checksums_of_tf_records_equal_those_that_tensorflow_writes():
+    written = {b"a fox": b"\xee\xc5\x94\x9a", b"": b"\xd8\xea\x82\xa2"}  # By TFRecordWriter.
+    for contents, checksum in written.items():
+        assert struct.pack("<I", tfds_source._checksum(contents)) == checksum
+
+
+def test_a_changed_byte_in_a_tf_record_makes_only_this_record_unusable(tf_records, tmp_path):
+    shutil.copytree(tf_records, tmp_path / "1.0.0")
+    file = tmp_path / "1.0.0/tiny-train.tfrecord-00001-of-00002"
+    file.write_bytes(file.read_bytes().replace(b" number 3", b" number 8"))
+    images = [record.image for record in Tfds(f"{tmp_path}/1.0.0@train").read(range(5))]
+    texts = [record.text for record in Tfds(f"{tmp_path}/1.0.0@train").read(range(5))]
+    assert images[3] == b"" and texts[3].reason == "wrong_checksum"
+    assert [*texts[:3], texts[4]] == ["number 0", "number 1", "number 2", "number 4"]
 
 
 def test_truncated_tf_records_and_unsupported_formats_are_errors(tf_records, tmp_path):
