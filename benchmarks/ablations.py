@@ -409,8 +409,10 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guidance_kinds.GuidedModel(objective.precond(times), sigmas))
-    guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
+    guide = guidance.make(
+        sampler, guidance_kinds.GuidedModel(objective.make_precond(times), sigmas)
+    )
+    guided = guidance.scale_per_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
         applies = guided and (guide.applies is None or bool(guide.applies(sigma[0])))

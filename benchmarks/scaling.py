@@ -5,8 +5,8 @@
 The config's batch_size is the batch size for all nodes. Fewer nodes get a proportionally smaller
 batch, so each device always has the same number of samples. Weights and data are random, as in
 benchmarks.train_step. One axis of the mesh must be -1. If a step needs several passes, set
-optimizer.micro_batch. By default, the devices of each process count as
-one node. --devices_per_node sets another number of devices, for example to try the command with
+optimizer.micro_batch. By default, the devices of each process count as one node.
+--devices_per_node sets another number of devices, for example to try the command with
 JAX_NUM_CPU_DEVICES=8 on one computer.
 
 The command writes the table scaling.csv and the plot scaling.png to --workdir, and updates the
@@ -69,8 +69,8 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
 
     These are the counts in `names` or, if it is empty, the powers of two up to the total, and the
     total itself. `names` is the value of --nodes, `devices` the number of all devices, and
-    `per_node` the number of devices per node. Raises
-    ValueError if --nodes is invalid, or --devices_per_node does not divide the number of devices.
+    `per_node` the number of devices per node. Raises ValueError if --nodes is
+    invalid, or --devices_per_node does not divide the number of devices.
     """
     max_nodes = devices // per_node
     if devices % per_node:

@@ -44,7 +44,7 @@ class System(NamedTuple):
     """(frozen, batch) -> the condition that the texts of the batch give."""
     dropped: Callable[[Frozen, Condition], Condition]
     """(frozen, condition) -> the condition that training uses in place of dropped texts."""
-    prompts: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
+    conditions: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
     """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
     guidance_kinds.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
     sample_shape: Callable[[Batch], tuple[int, int, int]]
@@ -120,17 +120,17 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         text = {**text, **numbers}
         mixed = {name: where(kept, text[name], empty[name]) for name in text}
 
-        counts = batch.get("counts")
+        weights = batch.get("loss_weight")
         if not objective.mean_flow:
             network = _network(unet, params, {**mixed, **added})
-            masked = objective.masked(batch["loss_mask"]) if "loss_mask" in batch else objective
-            minimised, losses = masked.loss(params, network, x0, eps, sigma, counts)
+            of_batch = objective.masked(batch["loss_mask"]) if "loss_mask" in batch else objective
+            minimised, losses = of_batch.loss(params, network, x0, eps, sigma, weights)
             return minimised, loss_by_noise_level(losses, sigma)
         sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
         conditions = meanflow.Conditions(*({**c, **added} for c in (mixed, text, empty)))
         network = lambda params, condition, h: _network(unet, params, condition, h)
         minimised, losses = objective.mean_flow_loss(
-            network, params, x0, eps, sigmas, conditions, kept, counts
+            network, params, x0, eps, sigmas, conditions, kept, weights
         )
         return minimised, loss_by_noise_level(losses, jnp.maximum(*sigmas))
 
@@ -163,18 +163,18 @@ def make_sampler_inputs(
     """
     objective = diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
-    scalings, span = objective.precond(time), objective.span(sigmas)
+    scalings, span = objective.make_precond(time), objective.span(sigmas)
 
     def sampler_inputs(params, frozen, batch, keys, guidance):
         shape = system.sample_shape(batch)
         noise_keys, added = system.sampling_inputs(frozen, batch, keys, None)
-        prompts = dict(system.prompts(frozen, batch))
+        replaced = dict(system.conditions(frozen, batch))
         numbers = picture_fields.condition(system.fields, batch, system.field_values)
         unknown = picture_fields.unknown(numbers)
-        given = {**prompts.pop(guidance_kinds.COND)(), **numbers, **added}
+        given = {**replaced.pop(guidance_kinds.COND)(), **numbers, **added}
         # The other conditions replace some of the inputs: the text, and all fields.
         conditions = {
-            name: lambda own=own: {**given, **own(), **unknown} for name, own in prompts.items()
+            name: lambda own=own: {**given, **own(), **unknown} for name, own in replaced.items()
         }
         conditions = {guidance_kinds.COND: lambda: given, **conditions}
         guide_of = None

@@ -22,6 +22,7 @@ Metrics = dict[str, Array]
 # array "low_res" for super-resolution. Each has one row per image.
 Texts = Mapping[str, np.ndarray]
 LossFn = Callable[[Params, Frozen, Batch, Key[Array, "B"]], tuple[Float[Array, ""], Metrics]]
+Losses = Float[Array, "B"]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
 LABELS = ("sigma", "loss")  # Losses label their per-image sigma and loss with checkpoint_name.
@@ -33,7 +34,7 @@ class Measure(NamedTuple):
 
     levels: Callable[[int], Float[np.ndarray, "n"]]
     """n -> n quantiles of the distribution of sigma in training."""
-    errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
+    errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Losses, Losses]]
     """(params, frozen, batch, one key per image, one level per image) -> the unweighted loss and
     the v-loss of each image (see Objective.errors). No text is dropped."""
 

@@ -169,12 +169,12 @@ def load_stage(
     if embedded:
         encoder, text_params = lookup.open_encoder(s.text, embedded), ()
     else:
-        encoder, text_params = stage_module.open_encoder(s.text, mesh, task.RULES, encoders)
+        encoder, text_params = stage_module.open_encoder(s.text, mesh, sharding.RULES, encoders)
     frozen, guide_settings = {"text": text_params}, None
     if guide := values.get("guide"):
         init_of = lambda settings: task.make_task(settings, encoder).init
         guide_settings, frozen["guide"] = stage_module.load_guide(
-            guide, s, read_run, init_of, mesh, task.RULES
+            guide, s, read_run, init_of, mesh, sharding.RULES
         )
 
     # The UNet, to which a LoRA run adds its factors.

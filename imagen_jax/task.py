@@ -7,7 +7,6 @@ import numpy as np
 
 from diffusion_jax import model
 from diffusion_jax.config import picture_fields
-from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import editing, guidance_kinds, samplers
 from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Task, to_range
@@ -15,8 +14,6 @@ from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings
-
-__all__ = ["RULES", "example", "make_sampler_inputs", "make_task"]
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
@@ -74,7 +71,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         """Replace the text by zeros, and keep its mask, as in NeMo."""
         return {**condition, "text": jnp.zeros_like(condition["text"])}
 
-    def prompts(frozen, batch):
+    def conditions(frozen, batch):
         given = text(frozen, batch)
 
         def negative():
@@ -126,7 +123,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         target=lambda frozen, batch, keys: to_range(batch["image"]),
         text=text,
         dropped=lambda frozen, condition: empty(condition),
-        prompts=prompts,
+        conditions=conditions,
         sample_shape=sample_shape,
         decode=lambda frozen, batch, x: x,
         editor=editor,

@@ -16,7 +16,7 @@ from sd_jax.unet import INPAINTING
 IMAGE, MASK = "image", "mask"
 
 
-def wrapper(
+def editor(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[SamplerFunction], SamplerFunction]:
     """Return a function that maps a sampler to one that edits the latents of a batch's pictures.

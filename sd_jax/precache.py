@@ -38,7 +38,6 @@ from diffusion_jax.devices.programs import announced
 from diffusion_jax.precache import moment_tars as encode_moments
 from diffusion_jax.precache.moment_tars import MomentOptions
 from diffusion_jax.task import to_range
-from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import encoder_identity
 from sd_jax.weights.initial import read_vae
@@ -135,7 +134,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
     It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z] of Z latent channels.
     """
     split = sharding.batch_sharding(mesh)
-    params = sharding.place_all(vae_params, mesh, task.RULES)
+    params = sharding.place_all(vae_params, mesh, sharding.RULES)
 
     @jax.jit
     def program(params, images):

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
-from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from sd_jax import textual_inversion
 from sd_jax import vae as vae_module
 from sd_jax.sampling import system
 from sd_jax.settings import Settings, uses_moments
-
-__all__ = ["RULES", "example", "make_task"]
 
 
 def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:

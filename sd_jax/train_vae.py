@@ -24,7 +24,6 @@ from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train.train_command import command
-from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import posterior_sample
 from sd_jax.settings import AutoencoderSettings
@@ -69,7 +68,7 @@ def make_task(s: AutoencoderSettings) -> Task:
         images: Any = s.vae.apply(params, mean, method="decode")
         return images
 
-    return Task(init, loss, sample, (), task.RULES)
+    return Task(init, loss, sample, (), sharding.RULES)
 
 
 def divergence(moments: Moments) -> Float[Array, "B"]:

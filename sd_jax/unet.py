@@ -247,10 +247,10 @@ class Attention(nn.Module):
 
 
 def sees(in_channels: int, latent_channels: int) -> str:
-    """Return what a UNet with so many input channels sees besides the noisy latents.
+    """Return what a UNet with `in_channels` input channels sees besides the noisy latents.
 
-    INPAINTING is a mask and the masked picture, PIX2PIX a picture to edit, and "" nothing, or what
-    this project does not support.
+    INPAINTING means a mask and the masked picture, PIX2PIX a picture to edit, and "" nothing, or
+    inputs that this project does not support.
     """
     more = in_channels - latent_channels
     return {latent_channels + 1: INPAINTING, latent_channels: PIX2PIX}.get(more, "")

@@ -47,7 +47,7 @@ def rehearsed(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["imagen", "sd"])
-def test_training_with_masks_can_be_rehearsed_and_masks_without_effect_are_named(
+def test_training_with_loss_masks_is_rehearsed_and_masks_without_effect_are_reported(
     folder, kind, caplog
 ):
     report = rehearsed(folder, kind)

@@ -69,7 +69,7 @@ def test_a_missing_package_is_a_one_line_error_with_the_pip_command(
     assert package in error and error.endswith(f": run pip install {remedy}\n")
 
 
-def test_memory_that_cannot_be_allocated_is_one_line_and_exit_code_1(capsys):
+def test_memory_that_cannot_be_allocated_is_a_one_line_error_with_exit_code_1(capsys):
     with pytest.raises(SystemExit) as ended, cli.bad_input():
         np.empty(2**60, np.uint8)
     error = "error: out of memory: Unable to allocate 1.00 EiB for an array with shape "

@@ -155,9 +155,11 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     s = read_settings(folder, "unet")
     inputs = prepared(s, "unet")
     inputs.batches.close()
-    _, key, create, layout = loop.plan(inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1))
+    _, key, create, layout = loop.set_up(
+        inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1)
+    )
     weights = tiny.random_params(prepared(read_settings(folder, "unet", ()), "unet").task)
-    state = loop.first_state(
+    state = loop.starting_state(
         tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights)
     )
     started = dict(state.params["params"])
@@ -220,6 +222,11 @@ def test_an_unknown_argument_of_a_network_is_an_error(folder):
 def test_invalid_numbers_for_fields_in_sampling_are_errors(folder, system, text, message):
     with pytest.raises(ValueError, match=message):
         read_settings(folder, "sd" if system == "sd" else "unet", fields=text)
+
+
+def test_a_number_for_a_model_without_fields_is_an_error_that_names_data_fields():
+    with pytest.raises(ValueError, match=r"this model was trained without data\.fields"):
+        picture_fields.values((), "aesthetic=7")
 
 
 def test_one_text_can_set_several_fields():

@@ -131,7 +131,7 @@ def calls(field: str, text: str, names: Collection[str] = ()) -> tuple[Call, ...
             one_of(field, text, names)
         raise ValueError(
             f"{field} is {text!r}: write a name, optionally with parameters, such as "
-            "NAME(PARAMETER=VALUE)"
+            "NAME(PARAMETER=VALUE), whose values are numbers or texts in quotes"
         ) from error
 
 

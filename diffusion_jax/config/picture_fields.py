@@ -77,8 +77,11 @@ def values(fields: Sequence[Field], text: str) -> dict[str, float]:
         if not equals or name not in by_name:
             raise ValueError(
                 f"sampler.fields is {text!r}, but the fields of this model are "
-                f"{', '.join(by_name) or 'none'} (data.fields): write NAME=NUMBER for each, with "
-                "commas between them"
+                f"{', '.join(by_name)} (data.fields): write NAME=NUMBER for each, with commas "
+                "between them"
+                if fields
+                else f"sampler.fields is {text!r}, but this model was trained without data.fields: "
+                "leave sampler.fields empty, or train with data.fields"
             )
         if by_name[name].key in found:
             raise ValueError(f"sampler.fields is {text!r}: it gives {name} twice")

@@ -453,7 +453,7 @@ def check_tags(data: Data, text: Text) -> None:
 
 
 def check_loss_mask(data: Data, method: str = "") -> None:
-    """Raise ValueError if the pixels' losses cannot be masked, for data or a training method."""
+    """Raise ValueError if data.loss_mask does not suit the data source or the training method."""
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
     for kind in kinds:
         if data.loss_mask and kind == MOMENTS:

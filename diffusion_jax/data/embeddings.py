@@ -1,4 +1,4 @@
-"""Reads text embeddings that were computed before training and stored beside the images.
+"""Read text embeddings that were computed before training and stored beside the images.
 
 A file (.npy, .npz or .safetensors) holds the embeddings of one text: a float array [tokens, width]
 without padding. Pickles are refused, because opening them can run arbitrary code.
@@ -27,7 +27,7 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
     Raises:
         ValueError: the suffix is unknown, the file is damaged, there are several arrays but not
-            exactly one named "encodings", or the array is not a float matrix.
+            exactly one named "encodings", or the array is not a float matrix or not finite.
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)
@@ -40,7 +40,13 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
             f"the embeddings {name} are {array.dtype}{list(array.shape)}: "
             "they must be a float array [tokens, width]"
         )
-    return array.astype(np.float32)
+    array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"the embeddings {name} hold NaN or infinite values: encode the text again (T5 in "
+            "bfloat16 or float32, as float16 overflows)"
+        )
+    return array
 
 
 def check_suffix(text: str) -> None:

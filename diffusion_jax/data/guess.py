@@ -227,10 +227,13 @@ def _text_cells(objects: Iterable[Mapping[str, Any]]) -> list[str]:
 def _columns(path: pathlib.Path) -> list[str]:
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
-    if path.suffix == ".arrow":
-        schema = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).schema
-    else:
-        schema = pyarrow.parquet.read_schema(path)
+    try:
+        if path.suffix == ".arrow":
+            schema = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).schema
+        else:
+            schema = pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
     inner = lambda kind: getattr(kind, "value_type", kind)
     is_text = lambda kind: pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     return [f.name for f in schema if is_text(inner(f.type))]

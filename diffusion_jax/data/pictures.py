@@ -142,7 +142,7 @@ class Pictures(abc.ABC):
         """
         return indices.astype(np.uint64)
 
-    def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
+    def loss_weights(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         """Return the loss weight of each picture, or None if all weights are equal."""
         del indices
 

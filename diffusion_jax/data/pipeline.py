@@ -1,10 +1,9 @@
-"""Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
+"""Make training batches: order the data, prefetch in threads, and resume at a saved position.
 
 The training picture at sample n (counted from the start of the run), and the choice among its
 captions, depend only on the data and on (seed, n). So a run may continue at any sample with another
-batch size. Every epoch is a new permutation, and neither the number
-of processes nor a restart changes the order. With aspect buckets, the order also depends on the
-batch size.
+batch size. Every epoch is a new permutation, and neither the number of processes nor a restart
+changes the order. With aspect buckets, the order also depends on the batch size.
 """
 
 import functools
@@ -32,7 +31,7 @@ from diffusion_jax.devices.sharding import batch_sharding
 HostBatch = dict[str, np.ndarray]
 LOSS_MASK = "loss_mask"
 """Batch key of the weights of pixels in the loss, uint8 [B, H, W], with data.loss_mask."""
-COUNTS = "counts"
+LOSS_WEIGHT = "loss_weight"
 """Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 Order = Any
@@ -286,10 +285,10 @@ def make_batches(
 ) -> Batches:
     """Return an iterator over batches of pictures.
 
-    A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
-    those of pixels under LOSS_MASK if the pictures have masks, the arrays returned by `tokenize`,
-    and float32 [B] under the key of each field. With buckets, H and W are the shape of the step's
-    bucket.
+    A batch holds the pictures [B, H, W, C] under `name`, loss weights under LOSS_WEIGHT if they
+    differ, those of pixels under LOSS_MASK if the pictures have masks, the arrays returned by
+    `tokenize`, and float32 [B] under the key of each field. With buckets, H and W are the shape of
+    the step's bucket.
 
     Args:
         pictures: the pictures.
@@ -338,8 +337,8 @@ def make_batches(
         return batch_of(read, captions.chosen(read.texts, seed, indices.tolist()), indices)
 
     def batch_of(read: Columns, texts: Any, indices: Int[np.ndarray, "B"]) -> HostBatch:
-        counts = pictures.counts(indices)
-        weights = {} if counts is None else {COUNTS: counts}
+        loss_weights = pictures.loss_weights(indices)
+        weights = {} if loss_weights is None else {LOSS_WEIGHT: loss_weights}
         weights |= {} if read.mask is None else {LOSS_MASK: read.mask}
         numbers = numbers_of(read.numbers, fields)
         return {name: read.images, **weights, **tokenize(texts), **numbers}

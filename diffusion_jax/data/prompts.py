@@ -1,4 +1,4 @@
-"""Reads prompts from text files, tables, COCO's annotation files, or data sources."""
+"""Read prompts from text files, tables, COCO's annotation files, or data sources."""
 
 import hashlib
 import math

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int, UInt64
 
 from diffusion_jax import files
@@ -308,6 +309,19 @@ def _weighted(item: Any) -> tuple[Any, float]:
         case [str() as text, int() | float() as weight] if 0 < weight < math.inf:
             return cell_text(text), float(weight)
     return cell_text(item), 1.0
+
+
+def image_column(columns: Sequence[str], name: str) -> str:
+    """Return "image", or the first of `columns` if none is called so, and warn if there are others.
+
+    `name` is the name of the table with these columns of images, for the warning.
+    """
+    column = "image" if "image" in columns else columns[0]
+    if len(columns) > 1:
+        logging.warning(
+            "%s has several image columns (%s): reading %s", name, ", ".join(columns), column
+        )
+    return column
 
 
 def suffix_of(name: str) -> str:

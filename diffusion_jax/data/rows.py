@@ -1,4 +1,4 @@
-"""Reads the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
+"""Read the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
 
 A .json holds a list of texts or of objects, an object with a text or an object for each image's
 name, as in kohya's meta_cap.json, or COCO's annotations. Prompts and the captions of folders come

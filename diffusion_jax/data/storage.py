@@ -1,9 +1,10 @@
-"""Lists and reads the files of data sets by local path or by URL.
+"""List and read the files of data sets by local path or by URL.
 
 URLs contain "://" and are opened with fsspec. It needs one more package for each kind of URL: gcsfs
 for gs://, s3fs for s3://, aiohttp for https://.
 """
 
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
+from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
@@ -31,6 +33,8 @@ _HIDDEN = re.compile(
     r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini|\$(?i:RECYCLE\.BIN)"
     r"|System Volume Information|lost\+found)(/|$))"
 )
+
+_SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?!\d)")
 
 
 def is_url(path: str) -> bool:
@@ -104,6 +108,20 @@ def is_hidden(path: str) -> bool:
     Examples are ".git/a.png", "._a.jpg" and "__MACOSX/a.jpg".
     """
     return _HIDDEN.search(path) is not None
+
+
+def warn_of_missing_shards(names: Sequence[str]) -> None:
+    """Log a warning for sets of files such as NAME-00000-of-00010.tar that lack some files."""
+    found = collections.defaultdict[tuple[str, int], set[int]](set)
+    for name in names:
+        if match := _SHARD.match(name):
+            found[match["name"], int(match["total"])].add(int(match["number"]))
+    for (name, total), numbers in found.items():
+        if len(numbers) < total:
+            logging.warning(
+                "only %d of the %d files %s-*-of-* exist: copy or download the others, unless "
+                "these are meant", len(numbers), total, name,
+            )  # fmt: skip
 
 
 def stamp(path: str) -> tuple[int, int]:

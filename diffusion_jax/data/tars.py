@@ -1,4 +1,4 @@
-"""Finds, indexes and writes webdataset tars, on a disk or in an object store.
+"""Find, index and write webdataset tars, on a disk or in an object store.
 
 Members of a tar form a record if their paths agree up to the first dot of the file name, as
 `a/0001.jpg` and `a/0001.txt` do. The index of a tar is saved beside it (`shard.tar.index.npz`), or
@@ -398,6 +398,7 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
         raise ValueError(
             f"no .tar files in {name}: check the path, or read image files with data.source=folder"
         )
+    storage.warn_of_missing_shards(tars)
     known = ("tar", *records.KNOWN)
     inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
     return tars if storage.is_url(name) else _without_links(tars, name, inventory)

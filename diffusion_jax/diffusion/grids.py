@@ -22,7 +22,7 @@ from diffusion_jax.diffusion.precond import Sigma
 
 Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spacing = Callable[..., tuple[Sigmas, Times | None]]
-"""A function from (noise, a config's `sampler` group, Placement, end) to (levels, times).
+"""A function from (noise, a config's `sampler` group, GridOptions, end) to (levels, times).
 
 `end` is one of ENDS. `levels` holds n + 1 levels if the spacing includes the end of the last step
 ("even" does). If the spacing has only the n levels at which steps start ("trailing"), it returns
@@ -59,7 +59,7 @@ class GridOptions(NamedTuple):
     the times of the levels."""
 
 
-def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions) -> Grid:
+def make_grid(noise: Noise, s: Any, name: str, end: str, options: GridOptions) -> Grid:
     """Compute a sampling grid.
 
     Args:
@@ -67,13 +67,13 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions)
         s: A config's `sampler` group. Its steps, sigma_min, sigma_max, rho and offset are read.
         name: The kind of grid, a key of GRIDS.
         end: The last level, one of ENDS.
-        placement: The options of the grid that depend on the sampler.
+        options: The options of the grid that depend on the sampler.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
     check(noise, name)
-    sigmas, times = GRIDS.bound("sampler.grid", name)(noise, s, placement, end)
+    sigmas, times = GRIDS.bound("sampler.grid", name)(noise, s, options, end)
     if len(sigmas) == s.steps:
         sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
@@ -82,7 +82,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions)
     # Interpolate linearly in ln sigma.
     log_levels, times = jnp.log(sigmas[-2::-1]), jnp.asarray(times, jnp.float32)[::-1]
     time = lambda sigma: jnp.interp(jnp.log(sigma), log_levels, times)
-    if placement.middles:
+    if options.middles:
         at_levels = time
         time = lambda sigma: jnp.where(jnp.isin(sigma, sigmas), at_levels(sigma), noise.time(sigma))
     return Grid(sigmas, time)
@@ -115,14 +115,14 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
     return _level(noise)(jnp.asarray(times)), None
 
 
-def leading(noise: Noise, s: Any, placement: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
+def leading(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
     Each step starts at one of these times. On a discrete schedule, s.offset is added to each time.
     If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
     spaced times instead of n, and the steps start at the first n of them.
     """
-    points = s.steps + _has_end(noise, placement)
+    points = s.steps + _has_end(noise, options)
     if not noise.steps:
         return _at_times(noise, s, np.arange(points)[::-1] / points)
     times = noise.steps // points * np.arange(points)[::-1] + s.offset
@@ -135,7 +135,7 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
-def linspace(noise: Noise, s: Any, placement: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
+def linspace(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
     If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
@@ -143,11 +143,11 @@ def linspace(noise: Noise, s: Any, placement: GridOptions, *_: Any) -> tuple[Sig
     time 0.
     """
     last = noise.steps - 1 if noise.steps else 1
-    times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
-    return _at_times(noise, s, np.round(times) if noise.steps and placement.rounded else times)
+    times = np.linspace(0, last, s.steps + _has_end(noise, options))[::-1]
+    return _at_times(noise, s, np.round(times) if noise.steps and options.rounded else times)
 
 
-def karras(noise: Noise, s: Any, placement: GridOptions, end: str) -> tuple[Sigmas, Times | None]:
+def karras(noise: Noise, s: Any, options: GridOptions, end: str) -> tuple[Sigmas, Times | None]:
     """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5).
 
     `noise.bounds` limits sigma_max and sigma_min.
@@ -158,22 +158,22 @@ def karras(noise: Noise, s: Any, placement: GridOptions, end: str) -> tuple[Sigm
     """
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
-    rounded = np.round if placement.rounded or placement.middles else None
+    rounded = np.round if options.rounded or options.middles else None
     return sigmas, _times_of(noise, s, sigmas[: s.steps], rounded)
 
 
 def exponential(
-    noise: Noise, s: Any, placement: GridOptions, end: str
+    noise: Noise, s: Any, options: GridOptions, end: str
 ) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
-    The levels are evenly spaced in ln sigma. Their number depends on `end`, as in `karras`.
+    Their number depends on `end`, as in `karras`.
     """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
     # diffusers computes the last time as 998.99... and rounds it down.
     down = lambda times: np.floor(np.maximum(times - 1e-3, 0))
-    return sigmas, _times_of(noise, s, sigmas[: s.steps], down if placement.rounded else None)
+    return sigmas, _times_of(noise, s, sigmas[: s.steps], down if options.rounded else None)
 
 
 def lcm(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
@@ -243,10 +243,7 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
 
 
 def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Compute n + 1 evenly spaced times from steps - 1 to 0, as in DPM-Solver.
-
-    The times are generally fractional.
-    """
+    """Compute n + 1 evenly spaced, usually fractional times from steps - 1 to 0 (DPM-Solver)."""
     return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
 
 
@@ -255,12 +252,9 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
     return noise.level
 
 
-def _has_end(noise: Noise, placement: GridOptions) -> bool:
-    """Return whether `leading` and `linspace` place n + 1 times instead of n.
-
-    The last of n + 1 times is the end of the grid.
-    """
-    return placement.includes_end or (not noise.steps and noise.end == "zero")
+def _has_end(noise: Noise, options: GridOptions) -> bool:
+    """Return whether `leading` and `linspace` place n + 1 times, the last of which is the end."""
+    return options.includes_end or (not noise.steps and noise.end == "zero")
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:

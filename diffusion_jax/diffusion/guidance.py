@@ -136,7 +136,9 @@ def bound(s: Any) -> list[functools.partial]:
     return GUIDANCE.all_bound("sampler.guiding", s.guiding)
 
 
-def by_image(s: Any, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
+def scale_per_image(
+    s: Any, guidance: int | float, num_images: int
+) -> Float[np.ndarray, "N"] | None:
     """Return an array that repeats the scale `guidance` for each image, or None.
 
     The result is None if guidance has no effect, so that the network need only be evaluated with
@@ -151,15 +153,15 @@ def by_image(s: Any, guidance: int | float, num_images: int) -> Float[np.ndarray
 def conditional(
     denoiser_of: Callable[[Any], Denoiser],
     conditions: Mapping[str, Any],
-    guide: Denoiser | None = None,
+    second: Denoiser | None = None,
 ) -> Branches:
     """Return a function that evaluates a network under several conditions in one joined batch.
 
     `denoiser_of` maps a condition to the network's denoiser. `conditions` maps names to conditions
     with one row per image. In the joined batch, the rows of an image are neighbours, so that a
     sharded batch needs no communication. The returned function must be called either with the names
-    of all conditions or with COND alone. If there is a second denoiser `guide`, it computes D for
-    the name GUIDE.
+    of all conditions or with COND alone. If there is a denoiser `second`, it computes D for the
+    name GUIDE.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
     joined = jax.tree.map(join, *conditions.values())  # Row n i + k: image i, condition k of n.
@@ -170,7 +172,7 @@ def conditional(
         d = denoise(x.repeat(len(own), axis=0), sigma.repeat(len(own)))
         each = d.reshape(-1, len(own), *x.shape[1:])  # [B, names, H, W, C]
         by_name = {name: each[:, i] for i, name in enumerate(own)}
-        return {**by_name, GUIDE: guide(x, sigma)} if guide and GUIDE in names else by_name
+        return {**by_name, GUIDE: second(x, sigma)} if second and GUIDE in names else by_name
 
     return branches
 

@@ -1,4 +1,4 @@
-"""Kinds of guidance. Each is a function that takes a Guide and the Model, and returns a new Guide.
+"""Kinds of guidance: functions that take a Guide and a GuidedModel, and return a new Guide.
 
 The table GUIDANCE in guidance.py lists these functions. D is the estimate of the clean image.
 D_cond is D with the text, and D_other is the estimate from which guidance leads away. F_cond and

@@ -121,9 +121,9 @@ def scaled_linear() -> Noise:
     return discrete_noise(ldm_log_alphas())
 
 
-def ldm_zero_terminal_snr() -> Noise:
+def zero_terminal_snr() -> Noise:
     """Build LDM's schedule of 1000 steps, rescaled so that x has no signal at the last step."""
-    return discrete_noise(zero_terminal_snr(ldm_log_alphas()))
+    return discrete_noise(with_zero_terminal_snr(ldm_log_alphas()))
 
 
 NOISES = Table(
@@ -133,7 +133,7 @@ NOISES = Table(
     cosine=cosine,
     linear=linear,
     scaled_linear=scaled_linear,
-    zero_terminal_snr=ldm_zero_terminal_snr,
+    zero_terminal_snr=zero_terminal_snr,
 )
 """The functions that diffusion.noise can name in configs. An entry "MODULE:FUNCTION" is imported on
 use."""
@@ -166,7 +166,7 @@ def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
     `draw` draws the levels in training. At t = 1, x has no signal. A `shift` above 1 raises the
     noise levels, which suits larger images (SD3, equation 23).
     """
-    least = 2.0**-20  # Keeps the level at t = 1 finite, as in `zero_terminal_snr`.
+    least = 2.0**-20  # Keeps the level at t = 1 finite, as in `with_zero_terminal_snr`.
     level = lambda t: shift * t / jnp.maximum(1 - t, least)
     return Noise(draw, precond.log_snr, level, grid="even", end="zero")
 
@@ -236,7 +236,7 @@ def ldm_log_alphas(
     return jnp.asarray(log_alphas, jnp.float32)
 
 
-def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
+def with_zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
     """Shift and scale a table of ln alpha so that x has no signal at the last step.
 
     This is Algorithm 1 of Lin et al. 2024, except that the last alpha is 2^-20 instead of 0, which

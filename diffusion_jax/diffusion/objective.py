@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     """The training objective that a config's `diffusion` group describes."""
 
     noise: noise.Noise
-    precond: Callable[[Callable[[Sigma], Sigma]], Precond]
+    make_precond: Callable[[Callable[[Sigma], Sigma]], Precond]
     """Builds the preconditioner from `time`, a function from sigma to the network's time input.
     Training passes noise.time. Sampling passes the function `time` of its Grid."""
     distance: Distance
@@ -51,7 +51,7 @@ class Objective(NamedTuple):
     @property
     def scalings(self) -> Precond:
         """The preconditioner that training uses."""
-        return self.precond(self.noise.time)
+        return self.make_precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
         """Return `params`, with the initial parameters of the weighting added if it is learned."""
@@ -84,7 +84,7 @@ class Objective(NamedTuple):
 
     def loss(
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
-        counts: Losses | None = None,
+        weights: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
         """Compute the mean weighted loss, to be minimised, and each image's unweighted loss.
 
@@ -94,17 +94,17 @@ class Objective(NamedTuple):
             x0: Clean images in [-1, 1], or their latents if the model works on latents.
             eps: Standard normal noise, which is scaled by sigma and added to x0.
             sigma: The noise level of each image.
-            counts: A further weight of each image, for prior preservation; by default, 1.
+            weights: A further weight of each image, for prior preservation; by default, 1.
         """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
         weighed = self.weighting.weigh(params, sigma, scalings(sigma).c_out, losses)
-        return (weighed if counts is None else counts * weighed).mean(), losses
+        return (weighed if weights is None else weights * weighed).mean(), losses
 
     def mean_flow_loss(
         self, network: meanflow.IntervalNetwork, params: Any, x0: Images, eps: Images,
         sigmas: tuple[Sigma, Sigma], conditions: meanflow.Conditions, kept: meanflow.Kept,
-        counts: Losses | None = None,
+        weights: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
         """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
 
@@ -118,7 +118,7 @@ class Objective(NamedTuple):
             sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
             conditions: The conditions of the images.
             kept: True for the images whose text is not dropped.
-            counts: A further weight of each image, as in `loss`.
+            weights: A further weight of each image, as in `loss`.
         """
         assert self.mean_flow is not None
         low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
@@ -127,7 +127,7 @@ class Objective(NamedTuple):
         weighted, squares = meanflow.losses(
             u, params, x0, eps, *times, conditions, kept, self.mean_flow
         )
-        mean = (weighted if counts is None else counts * weighted).mean()
+        mean = (weighted if weights is None else weights * weighted).mean()
         return mean, squares / x0[0].size
 
     def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
@@ -196,15 +196,14 @@ def bound(d: Any) -> tuple[functools.partial, ...]:
     return make_noise, prediction, make_weighting, method
 
 
-_NO_SIGNAL_AT_THE_END = (noise.ldm_zero_terminal_snr, noise.logit_normal, noise.uniform_flow)
+_NO_SIGNAL_AT_THE_END = (noise.zero_terminal_snr, noise.logit_normal, noise.uniform_flow)
 
 
 def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
     """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
-    D is the denoiser, and `weight` is the function. The weighted loss does not depend on what the
-    network F predicts: the loss of F is |D - x0|^2 / c_out^2, and the weighting multiplies it by
-    weight(1 / sigma^2) * c_out^2.
+    The weighted loss does not depend on what the network F predicts: the loss of F is
+    |D - x0|^2 / c_out^2, and the weighting multiplies it by weight(1 / sigma^2) * c_out^2.
     """
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 

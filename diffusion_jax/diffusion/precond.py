@@ -21,10 +21,7 @@ Distance = Callable[[Images], Images]
 
 
 class Scalings(NamedTuple):
-    """The scalings in D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise), each [B].
-
-    F is the network, and D is the denoiser.
-    """
+    """The scalings in D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise), each [B]."""
 
     c_skip: Sigma
     c_out: Sigma

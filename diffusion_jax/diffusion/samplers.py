@@ -30,7 +30,7 @@ class Method(NamedTuple):
     """The default grid on discrete schedules, a key of GRIDS."""
     end: str = "zero"
     """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
-    placement: GridOptions = GridOptions()
+    grid_options: GridOptions = GridOptions()
     """The options of the grid that depend on the sampler."""
 
 
@@ -42,24 +42,24 @@ class _Methods(Table):
 _UNROUNDED, _WITH_END = GridOptions(rounded=False), GridOptions(includes_end=True)
 _MIDDLES = GridOptions(rounded=False, middles=True)
 SAMPLERS = _Methods(
-    heun=Method(onestep.heun, placement=_UNROUNDED),
-    euler=Method(onestep.euler, placement=_UNROUNDED),
-    euler_ancestral=Method(onestep.euler_ancestral, placement=_UNROUNDED),
-    dpm2=Method(onestep.dpm2, placement=_MIDDLES),
-    dpm2_ancestral=Method(onestep.dpm2_ancestral, placement=_MIDDLES),
+    heun=Method(onestep.heun, grid_options=_UNROUNDED),
+    euler=Method(onestep.euler, grid_options=_UNROUNDED),
+    euler_ancestral=Method(onestep.euler_ancestral, grid_options=_UNROUNDED),
+    dpm2=Method(onestep.dpm2, grid_options=_MIDDLES),
+    dpm2_ancestral=Method(onestep.dpm2_ancestral, grid_options=_MIDDLES),
     ddim=Method(onestep.ddim, grid="ldm"),
     ddpm=Method(onestep.ddpm, grid="ldm", end="sigma_min"),
     plms=Method(multistep.plms, grid="ldm"),
     plms_v=Method(multistep.plms_v, grid="ldm"),
-    lms=Method(multistep.lms, placement=_UNROUNDED),
-    dpmpp_2m=Method(multistep.dpmpp_2m, placement=_WITH_END),
-    dpmpp_2s=Method(multistep.dpmpp_2s, placement=_WITH_END),
-    unipc=Method(multistep.unipc, placement=_WITH_END),
-    deis=Method(multistep.deis, placement=_WITH_END),
-    dpmpp_2m_sde=Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),
-    dpmpp_3m_sde=Method(stochastic.dpmpp_3m_sde, placement=_WITH_END),
+    lms=Method(multistep.lms, grid_options=_UNROUNDED),
+    dpmpp_2m=Method(multistep.dpmpp_2m, grid_options=_WITH_END),
+    dpmpp_2s=Method(multistep.dpmpp_2s, grid_options=_WITH_END),
+    unipc=Method(multistep.unipc, grid_options=_WITH_END),
+    deis=Method(multistep.deis, grid_options=_WITH_END),
+    dpmpp_2m_sde=Method(stochastic.dpmpp_2m_sde, grid_options=_WITH_END),
+    dpmpp_3m_sde=Method(stochastic.dpmpp_3m_sde, grid_options=_WITH_END),
     lcm=Method(onestep.lcm, grid="lcm"),
-    restart=Method(stochastic.restart, placement=_UNROUNDED),
+    restart=Method(stochastic.restart, grid_options=_UNROUNDED),
 )
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
 SamplerName = Annotated[str, SAMPLERS]
@@ -136,7 +136,7 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
     """
     name, end = s.grid or noise.grid or s.method.grid, s.end or noise.end or s.method.end
     with jax.ensure_compile_time_eval():  # Grids may call numpy, also while a function is traced.
-        return grids.make_grid(noise, s, name, end, s.method.placement)
+        return grids.make_grid(noise, s, name, end, s.method.grid_options)
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:

@@ -417,7 +417,7 @@ class PromptedDenoiser:
         self._sampler_inputs = stage.inputs_of(stage.settings, None, 1.0)
         self.num_prompts = len(next(iter(texts.values())))
         s = stage.settings.sampler
-        guidance = guidance_module.by_image(s, s.guidance, self.num_prompts)
+        guidance = guidance_module.scale_per_image(s, s.guidance, self.num_prompts)
         self._arguments = stage.params, stage.frozen, dict(texts), guidance
         zeros = halves([0] * self.num_prompts)
         inputs = self._inputs
@@ -474,9 +474,9 @@ def draw_stages(
     """
     stage, s = stages[0], stages[0].settings.sampler
     scale = s.guidance if guidance is None else guidance
-    by_image = guidance_module.by_image(s, scale, len(seeds))
+    scales = guidance_module.scale_per_image(s, scale, len(seeds))
     first = 0
-    for images in program.in_batches(stage.draw, stage.params, texts[0], seeds, by_image, sizes[0]):
+    for images in program.in_batches(stage.draw, stage.params, texts[0], seeds, scales, sizes[0]):
         rows = slice(first, first + len(images))
         first = rows.stop
         if len(stages) == 1:

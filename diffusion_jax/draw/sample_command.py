@@ -117,8 +117,8 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
 def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]]:
     """Return the columns of fields in the table --prompts, with one row for each prompt.
 
-    The prompts of --prompt, which come first, and empty cells have the number in sampler.fields of
-    the settings `s`, or NaN if it names none.
+    The prompts of --prompt come first. They and empty cells get the number that sampler.fields of
+    the settings `s` names, or NaN if it names none.
     """
     file, named = flags.FLAGS.prompts, picture_fields.read(s.fields)
     columns = prompt_files.numbers(file, named) if file else {}

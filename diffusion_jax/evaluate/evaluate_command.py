@@ -203,10 +203,10 @@ def command(
     --help prints the docstring of the main module, which calls this function.
 
     Args:
-        open_subjects: Called with a list for each stage. It holds, for each choice of weights that
-            --ema and --checkpoint make, the values of the two options. The function opens the
-            models that the other flags name. If it raises ValueError or OSError, the command prints
-            a one-line message and exits with code 2.
+        open_subjects: Called with one list per stage, which holds the values of --ema and
+            --checkpoint for each combination to evaluate. The function opens the models that the
+            other flags name. If it raises ValueError or OSError, the command prints a one-line
+            message and exits with code 2.
         guidance: The default guidance scales.
         write_page: Writes a web page about a run's folder and returns the path of the page.
     """

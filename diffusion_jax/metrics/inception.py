@@ -29,14 +29,15 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Outputs(NamedTuple):
-    """Features of all levels. The first four fields are spatial means at increasing depth.
+    """Features of all levels. The first four fields are means over positions at increasing depth.
 
     Under jit, unused fields are never computed.
     """
 
-    first_pool: Float[Array, "B 64"]
-    second_pool: Float[Array, "B 192"]
+    first_max_pool: Float[Array, "B 64"]
+    second_max_pool: Float[Array, "B 192"]
     before_7a: Float[Array, "B 768"]
+    """The output of Mixed_6e, which is the input of Mixed_7a."""
     final: Float[Array, "B 2048"]
     """The features used by FID."""
     logits: Float[Array, "B 1008"]

@@ -63,10 +63,10 @@ def kid(
 ) -> Kid:
     """Return KID's mean and deviation over pairs of random subsets of `x` and `y`.
 
-    The result also has the contribution of each image of `y`.
-    KID (Binkowski et al. 2018) is the unbiased squared MMD for the kernel (x.y / D + 1)^3, so it
-    may be negative. The kernel matrix K is computed once for all subsets: its sum over all pairs of
-    images in a subset is w'Kw, where w is 1 for images in the subset and 0 for other images.
+    The result also has the contribution of each image of `y`. KID (Binkowski et al. 2018) is the
+    unbiased squared MMD for the kernel (x.y / D + 1)^3, so it may be negative. The kernel matrix K
+    is computed once for all subsets: its sum over all pairs of images in a subset is w'Kw, where w
+    is 1 for images in the subset and 0 for other images.
 
     Args:
         x: features of the first set, [N, D].

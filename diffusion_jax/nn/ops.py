@@ -27,10 +27,10 @@ def by_batch(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def by_batch(x, *args, **kwargs):
+    def split(x, *args, **kwargs):
         return _split_batch(function(_split_batch(x), *args, **kwargs))
 
-    return by_batch  # pyright: ignore[reportReturnType]
+    return split  # pyright: ignore[reportReturnType]
 
 
 def _split_batch(x: jax.Array) -> jax.Array:

@@ -26,8 +26,9 @@ def condition(
 ) -> dict[str, Float[Array, "B 2"]]:
     """Return the fields of a batch as inputs of the network, keyed by Field.key.
 
-    The batch holds the numbers as float [B] under Field.key, with NaN for an unknown number. A
-    field that the batch does not hold has its number in `values` or, without one, is unknown.
+    The batch holds the numbers as float [B] under Field.key, with NaN for an unknown number. If
+    the batch lacks a field, its number is taken from `values`. If `values` lacks it too, it is
+    unknown.
     """
     inputs, rows = {}, len(next(iter(batch.values()), ()))
     defaults = arrays(fields, values, rows)

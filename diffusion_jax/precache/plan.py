@@ -74,9 +74,8 @@ class Plan(NamedTuple):
 
     Captions that repeat an earlier caption or are already in the store are not encoded. To find
     them without loading all captions, each chunk of captions first becomes a table of keys (hashes
-    of captions). Then each range of keys is compared across all tables
-    (see files/sorted_tables.py).
-    Each `size` remaining captions, in order, become a shard of the store.
+    of captions). Then each range of keys is compared across all tables (files/sorted_tables.py).
+    Every `size` consecutive captions that remain become a shard of the store.
     """
 
     folder: pathlib.Path

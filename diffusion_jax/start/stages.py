@@ -171,7 +171,7 @@ def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
     """
     s, mesh, inputs = _open(full_config(stage.base, changes))
     with inputs.batches:
-        _, key, create, _ = loop.plan(inputs.task, s.run, s.optimizer, mesh)
+        _, key, create, _ = loop.set_up(inputs.task, s.run, s.optimizer, mesh)
         state = jax.eval_shape(create, key)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
     limit = memory.USABLE * hardware.limit(jax.local_devices()[0])

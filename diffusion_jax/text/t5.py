@@ -165,7 +165,7 @@ def from_state(
     if missing:
         raise ValueError(
             f"the weights are not a T5 encoder's: their {len(state)} arrays lack "
-            f"{', '.join(missing)}"
+            f"{', '.join(missing)}. Choose a folder of a T5"
         )
     num_buckets, num_heads = state[relative].shape
     activation, config_gated = _activation(config)

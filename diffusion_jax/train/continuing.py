@@ -212,7 +212,7 @@ def write_first_checkpoint(
 
 
 def _abstract(inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh) -> TrainState:
-    _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)
+    _, key, create, layout = loop.set_up(inputs.task, run, settings, mesh)
     return placed(jax.eval_shape(create, key), layout)
 
 
@@ -231,7 +231,7 @@ def _with_lora(
     step: int, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
 ) -> TrainState:
     """Return the state of new LoRA factors at a step. Their learning rate is that of this step."""
-    _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)
+    _, key, create, layout = loop.set_up(inputs.task, run, settings, mesh)
 
     def create_at_step(key: Any) -> TrainState:
         state = create(key)

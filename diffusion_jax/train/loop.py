@@ -133,14 +133,14 @@ def train(
         stack.callback(watchdog.close)
 
         # Set up the state: the newest checkpoint's, or a new one.
-        tx, key, create, layout = plan(task, run, settings, mesh)
+        tx, key, create, layout = set_up(task, run, settings, mesh)
         frozen = place_all(task.frozen, mesh, task.rules)
         checkpoints = Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
         stack.callback(checkpoints.close)
         newest = checkpoints.latest_step()
         tuned, began = autotuning.find(workdir, run.deterministic), time.time()
         write_manifest(workdir, config, run.seed, newest or 0, tuned.loaded)
-        state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
+        state = starting_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
         draw = make_draw(task.sample, frozen, mesh)
         passes = num_passes(settings, run.batch_size, mesh)
@@ -266,7 +266,7 @@ def make_step(
         tx,
         settings.ema_decays,
         settings.ema_widths,
-        accumulate=passes,
+        passes=passes,
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
         averages_from=averages_from,
@@ -285,7 +285,7 @@ def warm_up(
     The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
     On GPUs, XLA's choices of kernels are loaded from the workdir, or written there.
     """
-    tx, key, create, layout = plan(task, run, settings, mesh)
+    tx, key, create, layout = set_up(task, run, settings, mesh)
     state = new_state(create, key, layout)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
     passes = num_passes(settings, run.batch_size, mesh)
@@ -297,7 +297,7 @@ def warm_up(
     return program
 
 
-def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
+def set_up(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
     """Return (optimizer, the run's random key, create, layout).
 
     create(key) returns the state at step 0. `layout` holds the sharding of each leaf of the state.
@@ -315,8 +315,8 @@ def compiled_all(
 ) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
-    `options` are XLA's options for the step (see `autotuning`).
-    Returns the compiled steps, keyed by the shapes of their batch (see `shapes_of`).
+    `options` are XLA's options for the step (see `autotuning`). Returns the compiled steps, keyed
+    by the shapes of their batch (see `shapes_of`).
     """
     programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key), options)}
     examples = batches.examples()
@@ -362,7 +362,7 @@ def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) 
 
 
 def new_state(create: Callable[[Any], TrainState], key: Any, layout: Any) -> TrainState:
-    """Return the state at step 0. The arguments are results of `plan`.
+    """Return the state at step 0. The arguments are results of `set_up`.
 
     On GPUs, JAX's own kernel draws the random bits. Otherwise XLA would compile the random numbers
     of each parameter anew: for base64_500m, 204 s on two CPU cores instead of 23.
@@ -375,14 +375,14 @@ def new_state(create: Callable[[Any], TrainState], key: Any, layout: Any) -> Tra
         jax.config.update("jax_threefry_gpu_kernel_lowering", before)
 
 
-def first_state(
+def starting_state(
     workdir: pathlib.Path, step: int | None, create: Callable[[Any], TrainState], key: Any,
     layout: Any, batches: Batches, start: Callable[[], Params] | None,
 ) -> TrainState:  # fmt: skip
     """Return the state in the checkpoint of `step`, and move `batches` to the saved position.
 
     If `step` is None, return a new state. Its parameters and averages come from `start`, or from
-    `create` if `start` is None. `create`, `key` and `layout` are results of `plan`.
+    `create` if `start` is None. `create`, `key` and `layout` are results of `set_up`.
     """
     if step is None:
         state = new_state(create, key, layout)

@@ -113,12 +113,12 @@ class Observed(NamedTuple):
 
 def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
-    batch: Batch, keys: Key[Array, "B"], accumulate: int, everywhere: NamedSharding, names: Names,
+    batch: Batch, keys: Key[Array, "B"], passes: int, everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
     """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
     Every process must call this function with the same arguments. `params` holds the parameters
-    after step `now`. `keys` are the images' keys, and the batch is divided into `accumulate` micro
+    after step `now`. `keys` are the images' keys, and the batch is divided into `passes` micro
     batches. `everywhere` is the replicated sharding. `names` gives the names of the pictures in the
     batch. If the batch cannot run again, usually for lack of memory, no report is written, and a
     warning is logged.
@@ -129,7 +129,7 @@ def investigate(
         step,
     )
     try:
-        observed = watch(loss_fn, params, frozen, batch, keys, accumulate, everywhere)
+        observed = watch(loss_fn, params, frozen, batch, keys, passes, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
         logging.warning(
             "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
@@ -137,23 +137,23 @@ def investigate(
             error,
         )
         return
-    explain(path, step, now, observed, accumulate, names)
+    explain(path, step, now, observed, passes, names)
 
 
 def explain(
-    path: pathlib.Path, step: int, now: int, observed: Observed, accumulate: int, names: Names
+    path: pathlib.Path, step: int, now: int, observed: Observed, passes: int, names: Names
 ) -> None:
     """Write the result of running step `step` again to `path` as JSON, and log a summary.
 
     `observed` is the result, computed with the parameters after step `now`. The batch consists of
-    `accumulate` micro batches. `names` maps row numbers of the batch to the names of their
+    `passes` micro batches. `names` maps row numbers of the batch to the names of their
     pictures.
     """
     modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
     rows = _bad_rows(observed)
     some = (rows if rows.size else np.arange(observed.rows.shape[1]))[:_LISTED]
-    samples = [int(row) * accumulate + observed.part for row in some]
+    samples = [int(row) * passes + observed.part for row in some]
     finite = lambda rows: [x if math.isfinite(x) else None for x in rows.tolist()]
     numbers = {k: finite(v[some]) for k, v in observed.labels.items()}
     columns = {"row": samples, "name": names(samples), **numbers}
@@ -185,13 +185,13 @@ def explain(
 
 def watch(
     loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch, keys: Key[Array, "B"],
-    accumulate: int, everywhere: NamedSharding,
+    passes: int, everywhere: NamedSharding,
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
     the last micro batch that ran. `keys` are the images' keys, and the batch is divided into
-    `accumulate` micro batches. The function needs about as much memory and compile time as a
+    `passes` micro batches. The function needs about as much memory and compile time as a
     training step. Every process must call it with the same arguments.
     """
     modules: list[str] = []
@@ -206,7 +206,7 @@ def watch(
 
     again = jax.jit(run, out_shardings=everywhere)
     observed = None
-    for index, (micro, of_micro) in enumerate(passes(batch, keys, accumulate)):
+    for index, (micro, of_micro) in enumerate(micro_batches(batch, keys, passes)):
         bad, rows, inputs, labels = jax.device_get(again(params, frozen, micro, of_micro))
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
@@ -217,12 +217,12 @@ def watch(
     return observed
 
 
-def passes(
-    batch: Batch, keys: Key[Array, "B"], accumulate: int
+def micro_batches(
+    batch: Batch, keys: Key[Array, "B"], passes: int
 ) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
-    """Yield (micro batch, its images' keys) for each of the `accumulate` passes of a step."""
-    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
-    for index in range(accumulate):
+    """Yield (micro batch, its images' keys) for each pass of a step."""
+    parts = jax.jit(split, static_argnums=1)((batch, keys), passes)
+    for index in range(passes):
         yield jax.tree.map(lambda x, index=index: x[index], parts)
 
 

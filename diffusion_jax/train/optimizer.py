@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
+from diffusion_jax.config import ranges
 from diffusion_jax.config.named import Table, one_of
+from diffusion_jax.config.ranges import DTYPES, Count, Decay, Positive
 from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.devices import sharding
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 Factors = Sequence[tuple[str, float]]
 """Pairs of a regular expression and the factor of the parameters whose paths it matches."""
+MomentDtype = Annotated[str, DTYPES[:2]]
 T = TypeVar("T")
 _FACTORS = ("lr_factors", "decay_factors")  # Fields of the config group.
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # Coefficients by Jordan et al. 2024.
@@ -153,9 +156,10 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 def check(settings: Optimizer, steps: int) -> None:
     """Check the config's optimizer settings, for a run of `steps` steps.
 
-    Raises ValueError if the optimizer or the schedule is unknown, or if `steps` is too small for
-    it.
+    Raises ValueError if the optimizer or the schedule is unknown, a parameter of the optimizer is
+    out of range, or `steps` is too small for the schedule.
     """
+    ranges.check_value("optimizer.name", settings.name, Annotated[str, OPTIMIZERS])
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     make_optimizer(settings, steps)
 
@@ -230,7 +234,11 @@ def with_schedule(
 
 
 def adam(
-    *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, moment_dtype: str = "float32"
+    *,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: Positive = 1e-8,
+    moment_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """Adam (Kingma & Ba 2015), as AdamW with `weight_decay`."""
     # As optax.scale_by_adam, but the state is updated only if `finite` is True.
@@ -252,13 +260,13 @@ def adam(
 
 
 def lion(
-    *, b1: float = 0.9, b2: float = 0.99, moment_dtype: str = "float32"
+    *, b1: Decay = 0.9, b2: Decay = 0.99, moment_dtype: MomentDtype = "float32"
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023): the sign of a mean gradient. It needs a lr 3 to 10 times smaller."""
     return _if_finite(optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype))
 
 
-def sgd(*, momentum: float = 0.9) -> optax.GradientTransformation:
+def sgd(*, momentum: Decay = 0.9) -> optax.GradientTransformation:
     """Stochastic gradient descent with momentum."""
     return _if_finite(optax.trace(momentum))
 
@@ -270,13 +278,13 @@ def adafactor() -> optax.GradientTransformation:
 
 def muon(
     *,
-    beta: float = 0.95,
-    ns_steps: int = 5,
-    rms: float = 0.2,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    moment_dtype: str = "float32",
+    beta: Decay = 0.95,
+    ns_steps: Count = 5,
+    rms: Positive = 0.2,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: Positive = 1e-8,
+    moment_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024): orthogonalised momentum for kernels, and Adam for the rest.
 

@@ -146,9 +146,9 @@ def _sample(pictures: Any) -> str:
 def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
     """Return a text that says how much the run learns, and how much of that its pictures show.
 
-    `begun` is the step at which the averages begin.
-    Log a warning if the learning rate stays below half of optimizer.lr, or if a tenth of the
-    average that pictures are drawn with still comes from the initial weights at the last step.
+    `begun` is the step at which the averages begin. Log a warning if the learning rate stays below
+    half of optimizer.lr, or if a tenth of the average that pictures are drawn with still comes from
+    the initial weights at the last step.
     """
     steps = np.linspace(settings.restart, run.steps - 1, 1000)
     peak = float(np.max(make_schedule(settings, run.steps)(steps))) / settings.lr

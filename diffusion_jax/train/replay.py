@@ -125,9 +125,9 @@ def replay(
 
     # Rebuild the state and the position in the data.
     task, batches = inputs.task, inputs.batches
-    tx, key, create, layout = loop.plan(task, run, settings, mesh)
+    tx, key, create, layout = loop.set_up(task, run, settings, mesh)
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
-    state = loop.first_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
+    state = loop.starting_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
 
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
@@ -206,10 +206,10 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
     return restore.newest_sound(folder, until=step)
 
 
-def _examine(task: Task, parts: int, mesh, state, frozen, batch, key, decode):
+def _examine(task: Task, passes: int, mesh, state, frozen, batch, key, decode):
     """Return the gradient norm of each module, the labels of each example, and the pictures.
 
-    They describe a step that starts from `state`, takes `batch` in `parts` passes, and draws noise
+    They describe a step that starts from `state`, takes `batch` in `passes` passes, and draws noise
     from the run's key `key`. The labels are arrays [B], keyed by "sigma" and "loss". The pictures
     are None or uint8 [B, H, W, 3].
     """
@@ -224,18 +224,18 @@ def _examine(task: Task, parts: int, mesh, state, frozen, batch, key, decode):
 
     keys = image_keys(key, int(state.step), len(jax.tree.leaves(batch)[0]))
     total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
-    for micro in not_finite.passes(batch, keys, parts):
+    for micro in not_finite.micro_batches(batch, keys, passes):
         total, of_part = add(total, state.params, frozen, *micro)
         labels.append(jax.device_get(of_part))
-    # Micro batch i holds rows i, i + parts, ...
+    # Micro batch i holds rows i, i + passes, ...
     labels = jax.tree.map(lambda *rows: np.stack(rows, axis=1).reshape(-1), *labels)
-    modules = jax.jit(module_norms, static_argnums=1, out_shardings=everywhere)(total, parts)
+    modules = jax.jit(module_norms, static_argnums=1, out_shardings=everywhere)(total, passes)
     modules = {name: float(norm) for name, norm in jax.device_get(modules).items()}
     return modules, labels, _pictures(frozen, batch, decode, everywhere)
 
 
-def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
-    """Return the norm of each module's mean gradient over `parts` micro batches, keyed by module.
+def module_norms(total: Params, passes: int = 1) -> dict[str, jax.Array]:
+    """Return the norm of each module's mean gradient over `passes` micro batches, keyed by module.
 
     `total` is the sum of the micro batches' gradients. A module is a child of the network. Its name
     follows "params" in the paths of its parameters.
@@ -244,7 +244,7 @@ def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
     for path, leaf in jax.tree.leaves_with_path(total):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         module = names[1 if names[0] == "params" else 0]
-        squares[module] = squares.get(module, 0.0) + jnp.sum((leaf / parts) ** 2)
+        squares[module] = squares.get(module, 0.0) + jnp.sum((leaf / passes) ** 2)
     return {module: jnp.sqrt(square) for module, square in squares.items()}
 
 

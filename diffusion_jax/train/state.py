@@ -67,7 +67,7 @@ def make_train_step(
     ema_decays: Sequence[float],
     ema_widths: Sequence[float] = (),
     *,
-    accumulate: int = 1,
+    passes: int = 1,
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
     averages_from: int = 0,
@@ -89,14 +89,14 @@ def make_train_step(
         tx: The optimizer, a result of `optimizer.make_optimizer`.
         ema_decays: The decays of the exponential averages.
         ema_widths: The relative widths of the power-function averages (Karras et al. 2024).
-        accumulate: The number of micro batches. It must divide the batch size.
+        passes: The number of micro batches. It must divide the batch size.
         clip: The largest global norm of the mean gradient; inf: no clipping.
         decay_at: (a decay in `ema_decays`, state.step - averages_from) -> the decay to use at this
             step.
         averages_from: The step at which the averages began.
     """
 
-    gradient = _mean_gradient(loss_fn, accumulate)
+    gradient = _mean_gradient(loss_fn, passes)
 
     def train_step(state: TrainState, frozen: Frozen, batch: Batch, key: PRNGKeyArray):
         keys = image_keys(key, state.step, len(jax.tree.leaves(batch)[0]))
@@ -134,16 +134,16 @@ def make_train_step(
     return train_step
 
 
-def _mean_gradient(loss_fn: LossFn, accumulate: int):
+def _mean_gradient(loss_fn: LossFn, passes: int):
     """Return a function (params, frozen, batch, keys) -> ((loss, metrics), gradients).
 
-    It splits the batch into `accumulate` micro batches. All results are means over the micro
+    It splits the batch into `passes` micro batches. All results are means over the micro
     batches.
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def mean_gradient(params, frozen, batch, keys):
-        if accumulate == 1:  # Even a scan over one element is a loop, which is slow: see below.
+        if passes == 1:  # Even a scan over one element is a loop, which is slow: see below.
             return gradient(params, frozen, batch, keys)
 
         def add(total, inputs):
@@ -152,9 +152,9 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int):
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
-        unroll = accumulate if ops.platform() == "cpu" else 1
-        total, values = jax.lax.scan(add, zeros, split((batch, keys), accumulate), unroll=unroll)
-        grads = jax.tree.map(lambda g: g / accumulate, total)
+        unroll = passes if ops.platform() == "cpu" else 1
+        total, values = jax.lax.scan(add, zeros, split((batch, keys), passes), unroll=unroll)
+        grads = jax.tree.map(lambda g: g / passes, total)
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), values), grads
 
     return mean_gradient
@@ -169,20 +169,20 @@ def image_keys(key: PRNGKeyArray, step: ArrayLike, count: int) -> Key[Array, "{c
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
-def split(batch: Any, accumulate: int) -> Any:
-    """Split the arrays [B, ...] of a batch into [a, B / a, ...] with a = `accumulate`.
+def split(batch: Any, passes: int) -> Any:
+    """Split the arrays [B, ...] of a batch into [a, B / a, ...] with a = `passes`.
 
     Micro batch i holds rows i, i + a, i + 2 a, ... So each device already holds its part of every
     micro batch. Raises ValueError if a does not divide B.
     """
 
     def rows(x):
-        if len(x) % accumulate:
+        if len(x) % passes:
             raise ValueError(
-                f"a batch of {len(x)} rows cannot be split into {accumulate} equal micro batches: "
-                f"choose a batch size that is a multiple of {accumulate}"
+                f"a batch of {len(x)} rows cannot be split into {passes} equal micro batches: "
+                f"choose a batch size that is a multiple of {passes}"
             )
-        x = x.reshape(len(x) // accumulate, accumulate, *x.shape[1:])
+        x = x.reshape(len(x) // passes, passes, *x.shape[1:])
         return jnp.moveaxis(x, 1, 0)
 
     return jax.tree.map(rows, batch)

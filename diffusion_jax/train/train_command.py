@@ -199,8 +199,8 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
     """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
     Nothing is written if the run starts from given weights, if the system does not draw from
-    prompts, or if the workdir has this file already.
-    At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS seconds.
+    prompts, or if the workdir has this file already. At most _CAPTIONS captions are read, evenly
+    spread over the data, for at most _SECONDS seconds.
     """
     exists = (workdir / vocabulary.FILE).exists()
     if jax.process_index() or exists or inputs.start or not inputs.open_prompts:

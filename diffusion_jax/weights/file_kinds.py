@@ -28,7 +28,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"there is no file {path}: check the path")
     with path.open("rb") as file:
         head = file.read(512)
     if not head:

@@ -18,8 +18,8 @@ def read_unet(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) 
 
     `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. For a run, the parameters are
     its average with the largest decay. `text_width` is the width of the text embeddings. Raises
-    FileNotFoundError if `path` does not exist, and ValueError if the parameters do not have the
-    names or shapes of those of `unet`.
+    FileNotFoundError if `path` does not exist, and ValueError if their names or shapes differ
+    from those of `unet`.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():

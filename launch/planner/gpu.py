@@ -2,6 +2,7 @@
 
 This needs the packages of the extra `plan-gpu`: jax's plugin for CUDA 13, NVIDIA's assembler and
 cuDNN. The packages for CUDA 12 work as well.
+
 XLA then compiles whole programs from a description of the device, without a GPU or its driver. The
 description is XLA's GpuTargetConfigProto (https://github.com/openxla/xla,
 xla/backends/gpu/target_config). Convolutions and attention become calls of cuDNN, and matrix

@@ -42,9 +42,9 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     with the largest decay is read. For a checkpoint file, `unet` gives the number of norm groups,
     and also the number of attention heads if the file does not state it. If `unet` inpaints, and
     the UNet at `path` reads only the latents, zeros are appended to its first kernel, as RunwayML's
-    inpainting model was initialised. Raises FileNotFoundError
-    if `path` does not exist. Raises ValueError if there is no UNet at `path`, if its fields differ
-    from those of `unet`, or if it attends to text of another width than `text_width`.
+    inpainting model was initialised. Raises FileNotFoundError if `path` does not exist. Raises
+    ValueError if there is no UNet at `path`, if its fields differ from those of `unet`, or if it
+    attends to text of another width than `text_width`.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):

@@ -130,7 +130,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
             if strays
             else f"{len(halves)} of {len(all_layers)} layers lack factors or mix kinds, such as "
         ) + torch_weights.some(strays or halves)
-        raise ValueError(f"{path} is not a LoRA, LoHa or LoKr, because {misfits}")
+        raise ValueError(f"{path} is not a LoRA, LoHa or LoKr: {misfits}. Choose another file")
     try:
         torch_weights.check_finite(state)
     except ValueError as error:

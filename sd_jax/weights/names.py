@@ -217,8 +217,18 @@ def activations(unet: UNet) -> dict[str, str]:
 
 
 def text_width(state: StateDict) -> int:
-    """Return the width of the text embeddings that a UNet attends to, given its state dict."""
-    return next(w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight"))
+    """Return the width of the text embeddings that a UNet attends to, given its state dict.
+
+    Raises ValueError if the arrays are not those of a UNet with such attention.
+    """
+    unet_dialect(state)
+    widths = [w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight")]
+    if not widths:
+        raise ValueError(
+            "the UNet does not attend to text (it has no array attn2.to_k.weight): choose one of "
+            "Stable Diffusion"
+        )
+    return widths[0]
 
 
 def abstract_unet(unet: UNet, text_width: int, named: Sequence[Field] = ()) -> Any:

@@ -16,7 +16,7 @@ from diffusion_jax.draw.stage import Stage
 from diffusion_jax.text import clip, tokenize
 from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import pretrained
-from sd_jax import sampling, settings, task
+from sd_jax import sampling, settings
 from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
 from sd_jax.unet import PIX2PIX, UNet
@@ -112,7 +112,7 @@ def load_stage(
 
     # The weights on the devices.
     mesh = sharding.make_mesh()
-    place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
+    place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, sharding.RULES)
     frozen, params = {"text": place(text_params), "vae": place(vae.params)}, place(unet.params)
 
     def inputs_of(p, preview, strength):

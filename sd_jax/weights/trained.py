@@ -51,13 +51,13 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     mesh = sharding.make_mesh()  # Training may have used other devices.
 
     # The frozen networks.
-    encoder, text_params = stage_module.open_encoder(s.text, mesh, task.RULES)
-    vae_params = sharding.place_all(read_vae(s.vae_weights, s.vae), mesh, task.RULES)
+    encoder, text_params = stage_module.open_encoder(s.text, mesh, sharding.RULES)
+    vae_params = sharding.place_all(read_vae(s.vae_weights, s.vae), mesh, sharding.RULES)
     frozen, guide_settings = {"text": text_params, "vae": vae_params}, None
     if guide := values.get("guide"):
         init_of = lambda settings: task.make_task(settings, encoder, None).init
         guide_settings, frozen["guide"] = stage_module.load_guide(
-            guide, s, read_run, init_of, mesh, task.RULES
+            guide, s, read_run, init_of, mesh, sharding.RULES
         )
 
     # The UNet, to which a LoRA run adds its factors. A learned word changes only the text.
@@ -69,7 +69,7 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     # The words of files come after a learned word, whose saved vectors are the first.
     if embedding := values.get("embedding"):
         encoder, text_params = embedding_files.apply(embedding, encoder, text_params)
-        frozen["text"] = sharding.place_all(text_params, mesh, task.RULES)
+        frozen["text"] = sharding.place_all(text_params, mesh, sharding.RULES)
 
     def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)

@@ -36,7 +36,7 @@ def a_task(drop_prob=0.0, network=show, diffusion=DIFFUSION):
         target=lambda frozen, batch, keys: batch["image"],
         text=text,
         dropped=dropped,
-        prompts=lambda frozen, batch: {
+        conditions=lambda frozen, batch: {
             guidance_kinds.COND: lambda: text(frozen, batch),
             guidance_kinds.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
         },
@@ -136,7 +136,7 @@ def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
         target=lambda frozen, batch, keys: batch["image"],
         text=text,
         dropped=lambda frozen, condition: empty(condition),
-        prompts=lambda frozen, batch: {
+        conditions=lambda frozen, batch: {
             guidance_kinds.COND: lambda: text(frozen, batch),
             guidance_kinds.NEGATIVE: lambda: empty(batch),
         },

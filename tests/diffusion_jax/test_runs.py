@@ -243,7 +243,7 @@ def test_a_removed_field_that_changed_the_model_is_an_error(tmp_path, changes):
         runs.load(tmp_path)
 
 
-def test_the_encoder_precomputed_of_version_1_is_read_as_t5(tmp_path):
+def test_the_text_encoder_precomputed_of_config_version_1_is_read_as_t5(tmp_path):
     """The run can be continued, with or without the path of T5's weights."""
     now = config(text__encoder="t5", data__source="folder", data__path="a", data__text="npy")
     old = {**now, "text": {**now["text"], "encoder": "precomputed"}, "version": 1}

@@ -65,7 +65,7 @@ def test_an_added_lora_uses_the_weights_of_the_original_run(trained, tmp_path):
     np.testing.assert_allclose(lr, 2e-3)  # The warm-up does not start again.
 
 
-def test_a_lora_file_ends_the_command_with_one_line_that_names_the_way_out(tmp_path):
+def test_continuing_from_a_lora_file_is_an_error_that_names_the_command_to_convert_it(tmp_path):
     file = tmp_path / "lora.safetensors"
     file.touch()
     ended = continue_run(file, tmp_path / "run")

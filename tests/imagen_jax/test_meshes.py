@@ -125,6 +125,6 @@ def test_every_mesh_and_micro_batch_trains_and_samples_like_one_device(sizes, mi
 def test_residual_blocks_shard_outputs_then_inputs_over_tensor(config, block, kernel):
     shapes = jax.eval_shape(system(config)[1].init, jax.random.key(0))
     mesh = sharding.make_mesh(1, 2, 4)
-    places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"][block]
+    places = sharding.shardings(shapes, mesh, sharding.RULES, fsdp_min_size=32)["params"][block]
     assert places["conv1"][kernel].spec == P(None, None, "fsdp", "tensor")
     assert places["conv2"][kernel].spec == P(None, None, "tensor", "fsdp")

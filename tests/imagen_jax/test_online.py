@@ -39,7 +39,7 @@ def test_a_frozen_t5_is_sharded_not_trained_and_not_in_checkpoints(folder, tmp_p
 
     s = settings(weights=str(folder), dtype="float32")
     encoder = lookup.open_encoder(s.text)
-    tiny = toy.task(encoder)._replace(rules=task.RULES)
+    tiny = toy.task(encoder)._replace(rules=sharding.RULES)
     mesh = sharding.make_mesh(1, 8, 1)
     placed = []
 

@@ -57,7 +57,7 @@ def test_gflop_of_a_stage_is_that_of_its_training_step(tmp_path, stage):
     own = {"data.source": ("folder", ""), "data.path": (str(tmp_path), "")}
     s, mesh, inputs = stages._open(full_config(stage.base, own))
     with inputs.batches:
-        _, key, create, _ = loop.plan(inputs.task, s.run, s.optimizer, mesh)
+        _, key, create, _ = loop.set_up(inputs.task, s.run, s.optimizer, mesh)
         state = jax.eval_shape(create, key)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
     assert f"{traced.flops / 1e9:.2g}" == f"{stage.gflop:g}"

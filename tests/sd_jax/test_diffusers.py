@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 from sd_jax import drawing
 from sd_jax.drawing import File
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, formats
-from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights.test_checkpoints import text_state
+from sd_jax.weights import checkpoints
+from tests.sd_jax import written_models
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -39,21 +36,9 @@ def version(request):
 
 @pytest.fixture(scope="module")
 def folder(version, published, tmp_path_factory):
-    """Return a directory that we wrote, of a model with LDM's names."""
-    path = tmp_path_factory.mktemp(version)
-    parts = {
-        "model.diffusion_model": unet_weights(VERSIONS[version]),
-        "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
-        "cond_stage_model": text_state(version),
-    }
-    state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
-    np.savez(path / "a.npz", **state)
-    network = formats.unet_to_ldm(VERSIONS[version], 24)
-    config = {"unet_config": network, "cond_stage_config": {"num_attention_heads": 3}}
-    (path / "a.yaml").write_text(yaml.safe_dump(config))
-    read = checkpoints.load(path / "a.npz", config=path / "a.yaml")
-    checkpoints.save_diffusers(read, path / "d", PREDICTS[version], tokenizer=published)
-    return path / "d"
+    path = tmp_path_factory.mktemp(version) / "d"
+    unet, predicts = VERSIONS[version], PREDICTS[version]
+    return written_models.write(path, unet, predicts, published, text=version)
 
 
 @pytest.fixture(scope="module")

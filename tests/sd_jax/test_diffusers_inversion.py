@@ -7,17 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 from diffusion_jax.task import Task
 from diffusion_jax.text import clip, outputs, registry, tokenize
 from diffusion_jax.text.encoder import LEARNED_WORD
 from sd_jax import textual_inversion
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, embedding_files, formats
-from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights.test_checkpoints import text_state
+from sd_jax.weights import checkpoints, embedding_files
+from tests.sd_jax import written_models
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -30,24 +27,7 @@ TEXTS = ["a <cat> b", "<cat> d <cat>"]
 
 @pytest.fixture(scope="module")
 def folder(published, tmp_path_factory):
-    """Return a diffusers directory. Its weights keep the variance, to keep rounding small."""
-    path = tmp_path_factory.mktemp("model")
-    parts = {
-        "model.diffusion_model": unet_weights(UNET),
-        "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
-        "cond_stage_model": text_state("1.x"),
-    }
-    np.savez(
-        path / "a.npz", **{f"{k}.{n}": w for k, part in parts.items() for n, w in part.items()}
-    )
-    config = {
-        "unet_config": formats.unet_to_ldm(UNET, 24),
-        "cond_stage_config": {"num_attention_heads": 3},
-    }
-    (path / "a.yaml").write_text(yaml.safe_dump(config))
-    read = checkpoints.load(path / "a.npz", config=path / "a.yaml")
-    checkpoints.save_diffusers(read, path / "d", tokenizer=published)
-    return path / "d"
+    return written_models.write(tmp_path_factory.mktemp("model") / "d", UNET, None, published)
 
 
 @pytest.fixture

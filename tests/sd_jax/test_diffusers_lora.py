@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.weights import lora
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, formats, lora_files, names
+from sd_jax.weights import checkpoints, lora_files, names
 from tests import written_runs
-from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights.test_checkpoints import text_state
+from tests.sd_jax import written_models
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -32,23 +29,7 @@ TOLERANCE = 1e-4  # Measured: below 1e-5.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a directory that we wrote. Its weights keep the variance, to keep rounding small."""
-    path = tmp_path_factory.mktemp("model")
-    parts = {
-        "model.diffusion_model": unet_weights(UNET),
-        "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
-        "cond_stage_model": text_state("1.x"),
-    }
-    np.savez(
-        path / "a.npz", **{f"{k}.{n}": w for k, part in parts.items() for n, w in part.items()}
-    )
-    config = {
-        "unet_config": formats.unet_to_ldm(UNET, 24),
-        "cond_stage_config": {"num_attention_heads": 3},
-    }
-    (path / "a.yaml").write_text(yaml.safe_dump(config))
-    checkpoints.save_diffusers(checkpoints.load(path / "a.npz", config=path / "a.yaml"), path / "d")
-    return path / "d"
+    return written_models.write(tmp_path_factory.mktemp("model") / "d", UNET)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_latents_are_shifted_and_scaled_in_training_editing_decoding_and_preview
     wrap = lambda sampler, z, *rest: edited.setdefault("z", z)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(editing.editing, "wrap", wrap)
-        editing.wrapper(p, params, {"image": jnp.asarray(images)}, keys)(None)
+        editing.editor(p, params, {"image": jnp.asarray(images)}, keys)(None)
     np.testing.assert_allclose(edited["z"], (mean - 0.0609) * 1.5305, atol=1e-5)
 
     _, grey = colours(p, params)

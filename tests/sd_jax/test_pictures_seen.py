@@ -12,16 +12,14 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
 from diffusion_jax.draw import input_pictures
 from sd_jax import drawing
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, formats
-from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights import test_checkpoints
+from sd_jax.weights import checkpoints
+from tests.sd_jax import written_models
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 VALUES = {"sampler": "ddim", "steps": 5, "guidance": 3.0, "negative_prompt": "b"}
@@ -31,19 +29,8 @@ CLASSES = {9: "StableDiffusionInpaintPipeline", 8: "StableDiffusionInstructPix2P
 def save(folder, channels, tokenizer):
     """Write a diffusers directory of a tiny model whose UNet reads `channels`, and return it."""
     unet = UNet(32, (1,), 1, (0,), num_heads=8, linear_projections=False, in_channels=channels)
-    parts = {
-        "model.diffusion_model": unet_weights(unet),
-        "first_stage_model": vae_weights(VAE(64, (1, 2), 1)),
-        "cond_stage_model": test_checkpoints.text_state("1.x"),
-    }
-    state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
-    np.savez(folder / f"{channels}.npz", **state)
-    config = {"unet_config": formats.unet_to_ldm(unet, 24)}
-    config |= {"cond_stage_config": {"num_attention_heads": 3}}
-    (folder / f"{channels}.yaml").write_text(yaml.safe_dump(config))
-    read = checkpoints.load(folder / f"{channels}.npz", config=folder / f"{channels}.yaml")
-    checkpoints.save_diffusers(read, folder / str(channels), "eps", tokenizer=tokenizer)
-    return folder / str(channels)
+    path, vae = folder / str(channels), VAE(64, (1, 2), 1)
+    return written_models.write(path, unet, "eps", tokenizer, vae=vae)
 
 
 @functools.cache

@@ -15,13 +15,13 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline
+from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.metrics import clip_towers, extractors, weights
 from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.task import Task
 from diffusion_jax.train import checkpoint
-from sd_jax import task
 from sd_jax.mlperf import __main__ as mlperf
 from sd_jax.mlperf import run
 from tests.diffusion_jax.metrics import toy
@@ -80,7 +80,7 @@ def make_task(s, encoder, vae_params):
         size = s.latents.image_size
         return jnp.broadcast_to(colour[:, None, None], (len(keys), size, size, 3))
 
-    return Task(init, loss, sample, {"text": encoder.frozen}, task.RULES)
+    return Task(init, loss, sample, {"text": encoder.frozen}, sharding.RULES)
 
 
 def _die():

@@ -61,8 +61,7 @@ def merge(
     Returns:
         The numbers of "merged" records and of "no_embedding" records, which are dropped because
         they have no embedding, and of records with a "duplicate_key" or a "wrong_checksum" (see
-        `tars.write`), which are dropped too.
-        Skipped tars are not counted.
+        `tars.write`), which are dropped too. Skipped tars are not counted.
 
     Raises:
         ValueError: If no embedding belongs to any record.

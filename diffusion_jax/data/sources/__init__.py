@@ -1,4 +1,4 @@
-"""Opens data sources by their names in configs, and imports a source's module on first use.
+"""Open data sources by their names in configs, and import a source's module on first use.
 
 A source is a module with a function open_source(data, shapes). The function returns either Records
 (encoded images, which this module decodes) or Pictures (decoded images). A config names a source by

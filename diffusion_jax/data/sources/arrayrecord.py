@@ -113,9 +113,12 @@ class ArrayRecords(Records):
             return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
         key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
         name = f"{path} ({key})" if key else path
-        image = next((features[kind][0] for kind in _images() if kind in features), b"")
+        images = next((features[kind] for kind in _images() if kind in features), [b""])
+        if len(images) > 1:
+            reason = Unusable("broken_record", f"it holds {len(images)} images instead of one")
+            return Record(b"", reason, name)
         texts = [(read_feature(features, place), weight) for place, weight in self._texts]
-        return Record(image, captions.join(texts), name, self._numbers(message, features))
+        return Record(images[0], captions.join(texts), name, self._numbers(message, features))
 
     def _numbers(
         self, message: bytes | None, features: Mapping[str, Sequence[bytes]]
@@ -125,7 +128,8 @@ class ArrayRecords(Records):
         numbers = records.read_numbers(features.get("json", [b"{}"])[0], self._fields)
         for kind in ("float_list", "int64_list"):
             alone = decode(message, kind)
-            numbers |= {f.name: alone[f.name][0] for f in self._fields if f.name in alone}
+            values = {f.name: alone[f.name] for f in self._fields if f.name in alone}
+            numbers |= {n: value[0] if len(value) == 1 else value for n, value in values.items()}
         return numbers
 
 
@@ -204,6 +208,7 @@ def _find(path: str) -> list[str]:
         paths = sorted(str(path) for path in paths if path.is_file())
         if not paths:
             raise ValueError(f"no {SUFFIX} files in {folder}: check the path")
+        storage.warn_of_missing_shards(paths)
     return paths
 
 

@@ -9,12 +9,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from absl import logging
-
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, records, tars
+from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.files import untrusted
@@ -46,7 +44,8 @@ def open_any(data: Data, _: TaskShapes) -> Records:
 class TableRecords(Records):
     """The rows of a Hugging Face table with an image column and a caption column.
 
-    If there are several image columns, the first one is used. A cell may hold several captions.
+    Of several image columns, the one called "image" or, without it, the first one is read. A cell
+    may hold several captions.
     """
 
     def __init__(
@@ -85,10 +84,6 @@ class TableRecords(Records):
             raise ValueError(
                 f"{name} has no image column, but only the columns {columns}: {advice}"
             )
-        if len(images) > 1:
-            logging.warning(
-                "%s has several image columns (%s): reading the first", name, ", ".join(images)
-            )
         if missing and (uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(
                 f"data.text is {text!r}, but {name} has only the columns {columns}: set data.text "
@@ -102,7 +97,7 @@ class TableRecords(Records):
                     "name one of these"
                 )
         self._numbers = {field.name: table[field.name] for field in fields}
-        self._images = table[images[0]]
+        self._images = table[records.image_column(images, name)]
         self._texts = [(table[name], weight) for name, weight in names if not missing]
         try:
             self._read(0)
@@ -253,6 +248,7 @@ def _load(place: str, split: str) -> Any:
         load = functools.partial(datasets.load_dataset, "parquet", data_files=tars.expand(place))
     if place.startswith(("/", ".", "~")) and not is_parquet and not pathlib.Path(place).exists():
         raise FileNotFoundError(f"no data at {place}: check the path")
+    storage.warn_of_missing_shards([str(file) for file in pathlib.Path(place).rglob("*.parquet")])
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.

@@ -1,4 +1,4 @@
-"""Reads the captions of a folder's images from tables, such as Hugging Face's metadata.jsonl.
+"""Read the captions of a folder's images from tables, such as Hugging Face's metadata.jsonl.
 
 In most tables, a column (one of _FILES) holds the image's path relative to the table. In
 img2dataset's tables, the column "key" holds the image's name without suffix, and the image is in a
@@ -68,8 +68,8 @@ def read(
 ) -> dict[str, Any]:
     """Return the captions or numbers in all tables of one kind, keyed by image.
 
-    Several rows of one image are several captions
-    (captions.Captions). A caption that is not UTF-8 is an Unusable error.
+    Several rows of one image are several captions (captions.Captions). A caption that is not UTF-8
+    is an Unusable error.
 
     Args:
         root: the folder.
@@ -119,9 +119,10 @@ def read(
         if isinstance(row, rows.Alone):
             raise ValueError(f"{place} {_no_name(row)}: write an object for each image on a line")
         raise ValueError(
-            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
-            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set {setting} to "
-            f"{kind}:COLUMN with the {'numbers' if number else 'caption'} column"
+            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a value "
+            f"of {field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set {setting} "
+            f"to {kind}:COLUMN{'=LOW..HIGH' if number else ''} with the column of the "
+            f"{'numbers' if number else 'captions'}"
         )
     return found
 

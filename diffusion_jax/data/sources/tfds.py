@@ -58,23 +58,18 @@ class Tfds(Records):
         self._fields = [field.name for field in fields]
         try:
             builder = _builder(tfds, name)
-            self._image = next(
-                feature
-                for feature, kind in builder.info.features.items()
-                if isinstance(kind, tfds.features.Image)
-            )
-            decoders = {self._image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
-            try:
-                self._rows: Any = builder.as_data_source(split, decoders=decoders)
-            except NotImplementedError:  # TFDS has no random access to this format.
-                self._rows = _TfRecords(builder.info, split, decoders)
-        except StopIteration:
-            raise ValueError(f"{name} has no image feature: choose a data set of images") from None
+            features = builder.info.features.items()
+            images = [name for name, kind in features if isinstance(kind, tfds.features.Image)]
+            if images:
+                self._image = records.image_column(images, path)
+                self._rows = _rows(tfds, builder, split, self._image)
         except Exception as error:  # TFDS raises many types.
             raise ValueError(
                 f"TFDS cannot read {path}: {error}\nIf the data set is not prepared, run tfds "
                 "build NAME (for large sets, with --file_format=array_record)"
             ) from error
+        if not images:
+            raise ValueError(f"{name} has no image feature: choose a data set of images")
         if not len(self._rows):
             raise ValueError(f"{path} holds no examples: choose another split")
         self._check_text()
@@ -107,6 +102,15 @@ class Tfds(Records):
                     f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set "
                     f"data.{advice}"
                 )
+
+
+def _rows(tfds: Any, builder: Any, split: str, image: str) -> Any:
+    """Return the examples of a split as a list-like object. The feature `image` is not decoded."""
+    decoders = {image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
+    try:
+        return builder.as_data_source(split, decoders=decoders)
+    except NotImplementedError:  # TFDS has no random access to this format.
+        return _TfRecords(builder.info, split, decoders)
 
 
 class _TfRecords:

@@ -61,6 +61,7 @@ def test_calls_splits_names_joined_by_plus_in_order():
         ),
         ("plain(1)", "group.field gives plain 1 values, but plain takes no parameters"),
         ("scaled(factor=open('x'))", r"group.field is .* write a name, optionally with parameters"),
+        ("scaled(factor=big)", "whose values are numbers or texts in quotes"),
         ("scaled(", "group.field is 'scaled.': write a name"),
         ("a.b(1)", "group.field is 'a.b.1.': write a name"),
         ("plain + scaled", r"it takes one name, not 2 joined by \+"),

@@ -50,6 +50,16 @@ def test_every_format_is_read_as_a_float32_array(name, contents):
             saved(np.save, np.eye(2, dtype=int)),
             r"are int64\[2, 2\]: they must be a float array",
         ),
+        (
+            "a.npy",
+            saved(np.save, np.array([[1, np.nan]])),
+            "a.npy hold NaN or infinite values: enc",
+        ),
+        (
+            "a.npy",
+            saved(np.save, np.array([[np.inf]], "f2")),
+            "a.npy hold NaN or infinite values: encode",
+        ),
     ],
 )
 def test_damaged_files_of_embeddings_are_errors(name, contents, message):

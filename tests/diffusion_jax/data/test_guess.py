@@ -175,6 +175,16 @@ def test_a_saved_folder_without_tables_is_an_error(tmp_path):
         guess(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"<html>Not found</html>"])
+def test_the_error_of_a_damaged_table_names_it(tmp_path, content):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    for name in ("a.parquet", "saved/data-00000-of-00001.arrow"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} is damaged: .*; copy or write it again"):
+            guess(str(tmp_path / name.partition("/data")[0]))
+
+
 def test_an_explicitly_named_source_is_used(plain):
     data = guess(f"folder:{plain}::txt")
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)

@@ -42,13 +42,13 @@ def test_every_second_row_is_from_the_prior_and_has_its_weight(folders):
     pictures = open_pictures(data(folders), 8)
     seen = []
     with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
-        assert batches.example()["counts"].tolist() == [1.0, 0.25]
+        assert batches.example()["loss_weight"].tolist() == [1.0, 0.25]
         for _ in range(15):
             batch = next(batches)
             drawn = np.char.startswith(batch["text"], "drawn")
             assert drawn.sum() == 2
-            np.testing.assert_array_equal(batch["counts"], np.where(drawn, 0.25, 1))
-            assert batch["counts"].dtype == np.float32
+            np.testing.assert_array_equal(batch["loss_weight"], np.where(drawn, 0.25, 1))
+            assert batch["loss_weight"].dtype == np.float32
             seen += batch["text"].tolist()
     assert len(set(seen)) == 3 + 5  # The sheet is never read.
     assert len({seen.count(text) for text in set(seen) if text.startswith("drawn")}) == 1
@@ -67,7 +67,7 @@ def test_pictures_of_the_prior_are_never_held_out(folders):
     assert not any(str(text).startswith("drawn") for text in apart.texts(np.arange(len(apart))))
     rows = np.arange(len(training))
     drawn = [str(text).startswith("drawn") for text in training.read(rows)[1]]
-    np.testing.assert_array_equal(training.counts(rows), np.where(drawn, np.float32(0.25), 1))
+    np.testing.assert_array_equal(training.loss_weights(rows), np.where(drawn, np.float32(0.25), 1))
 
 
 @pytest.mark.parametrize("fields", [{"source": "mixture"}, {"embeddings": (2, 3)}])
@@ -88,8 +88,8 @@ def test_the_loss_weights_each_row_by_its_count():
     goal = objective.make(types.SimpleNamespace(**fields))
     x0, eps = jax.random.normal(jax.random.key(0), (2, 4, 2, 2, 1))
     network = lambda x, time: jnp.zeros_like(x)
-    counts, sigma = jnp.array([1.0, 0.25, 1.0, 0.25]), jnp.ones(4)
-    minimised, losses = goal.loss({}, network, x0, eps, sigma, counts)
+    weights, sigma = jnp.array([1.0, 0.25, 1.0, 0.25]), jnp.ones(4)
+    minimised, losses = goal.loss({}, network, x0, eps, sigma, weights)
     each = np.square(np.asarray(eps)).mean((1, 2, 3))
     np.testing.assert_allclose(losses, each, rtol=1e-5)
     assert float(minimised) == pytest.approx((each * [1, 0.25, 1, 0.25]).mean(), rel=1e-5)

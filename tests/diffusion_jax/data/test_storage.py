@@ -143,6 +143,16 @@ def test_a_file_on_a_web_server_is_read_again_after_a_change(site):
         prompts.read(f"{url}/none.txt")
 
 
+def test_missing_shards_of_a_folder_are_counted(caplog):
+    names = [f"a/train-0000{i}-of-00004.tar" for i in (0, 1, 2, 3)]
+    other = [f"a/val.array_record-00{i}-of-3" for i in (1, 2, 3)]
+    storage.warn_of_missing_shards([*names, *other, "a/1-of-5.tar", "a/plain.tar"])
+    assert not caplog.text
+    storage.warn_of_missing_shards([*names[:3], *other[1:]])
+    assert "only 3 of the 4 files a/train-*-of-* exist" in caplog.text
+    assert "only 2 of the 3 files a/val.array_record-*-of-* exist" in caplog.text
+
+
 def test_an_unknown_url_scheme_is_an_error():
     with pytest.raises(ValueError, match="no reader for nope://"):
         files.path("nope://bucket/a.tar").exists()

@@ -55,7 +55,7 @@ def test_truncated_and_swapped_programs_are_compiled_again_and_replaced(tmp_path
     assert call(folder)[:2] == ([4.0, 7.0], len(files))
 
 
-def test_processes_that_fill_an_empty_cache_at_once_leave_whole_programs(tmp_path):
+def test_processes_that_fill_an_empty_cache_at_once_store_only_complete_programs(tmp_path):
     folder = tmp_path / "programs"
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         at_once = list(pool.map(call, [folder] * 3))

@@ -230,11 +230,11 @@ def test_autoguidance_uses_a_second_model_in_place_of_the_negative_text():
 
 
 def test_at_scale_1_guidance_is_skipped_only_for_kinds_that_are_plain_there():
-    by_image = lambda guiding, scale: guidance.by_image(S._replace(guiding=guiding), scale, 3)
-    assert by_image("cfg+rescale", 1) is None
-    np.testing.assert_array_equal(by_image("apg", 2), [2, 2, 2])
+    scales = lambda guiding, scale: guidance.scale_per_image(S._replace(guiding=guiding), scale, 3)
+    assert scales("cfg+rescale", 1) is None
+    np.testing.assert_array_equal(scales("apg", 2), [2, 2, 2])
     for guiding in ("cfg_pp", "rescale+perp_neg(weight=2)"):
-        np.testing.assert_array_equal(by_image(guiding, 1), [1, 1, 1])
+        np.testing.assert_array_equal(scales(guiding, 1), [1, 1, 1])
 
 
 @pytest.mark.parametrize(

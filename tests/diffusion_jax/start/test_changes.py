@@ -25,7 +25,7 @@ def config(folder, weights="", uncaptioned="error"):
     return changes.full_config(BASE, changes.of_data(BASE, photos, weights))
 
 
-def test_prompts_and_the_number_of_tokens_come_from_the_captions(folder):
+def test_start_derives_prompts_and_the_number_of_tokens_from_the_captions(folder):
     c = config(folder)
     captions = set(Folder(folder).texts(range(20)))
     assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
@@ -87,7 +87,9 @@ def test_without_captions_there_is_no_text_dropout_and_no_guidance(folder, tmp_p
         ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 512)),
     ],
 )
-def test_text_weights_select_the_encoder_in_their_folder(folder, tmp_path, encoder_config, group):
+def test_the_folder_of_text_weights_determines_the_text_encoder(
+    folder, tmp_path, encoder_config, group
+):
     (tmp_path / "config.json").write_text(json.dumps(encoder_config))
     text = config(folder, str(tmp_path))["text"]
     assert tuple(text[k] for k in ("encoder", "width", "max_tokens", "read_tokens")) == group

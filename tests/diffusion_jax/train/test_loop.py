@@ -141,7 +141,7 @@ def test_given_start_parameters_are_used_only_at_the_first_start(tmp_path):
 
 def test_a_checkpoint_of_step_0_takes_precedence_over_start_parameters(tmp_path):
     """`weights convert` writes such a checkpoint, with the data position at the start."""
-    _, _, create, _ = loop.plan(TASK, RUN, OPTIMIZER, sharding.make_mesh(1, 1, 1))
+    _, _, create, _ = loop.set_up(TASK, RUN, OPTIMIZER, sharding.make_mesh(1, 1, 1))
     for name in ("own", "given"):
         saved = checkpoint.Checkpointer(tmp_path / name / runs.CHECKPOINTS, keep_last=1)
         get_state = lambda: b'{"samples": 0}'
@@ -286,7 +286,7 @@ def test_the_manifest_has_the_seconds_that_were_not_training(tmp_path, monkeypat
     monkeypatch.setattr(step_report, "time", clock)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
-    monkeypatch.setattr(loop, "first_state", slowly(3, loop.first_state))
+    monkeypatch.setattr(loop, "starting_state", slowly(3, loop.starting_state))
     monkeypatch.setattr(loop, "compiled", slowly(20, loop.compiled))
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
     monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))

@@ -56,6 +56,20 @@ def test_a_cosine_shorter_than_its_warmup_is_an_error():
         optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adamw(b1=7)", "optimizer.name: b1 is 7: it must be from 0 to below 1"),
+        ("muon(ns_steps=0)", "optimizer.name: ns_steps is 0: it must be above 0"),
+        ("sgd(momentum='big')", "optimizer.name: momentum is 'big': it must be a number"),
+        ("lion(moment_dtype='int8')", "optimizer.name: moment_dtype is 'int8': choose from"),
+    ],
+)
+def test_a_parameter_of_an_optimizer_outside_its_range_is_an_error(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.check(Optimizer(0.1, name=name), 20_000)
+
+
 def test_a_restarted_schedule_spans_the_remaining_steps():
     settings = Optimizer(0.8, schedule="cosine", warmup=4, restart=20)
     anew, fresh = optimizer.make_schedule(settings, 34), optimizer.warmup_cosine(0.8, 4, 14)

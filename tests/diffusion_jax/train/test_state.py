@@ -48,9 +48,9 @@ def line_problem(seed=0, batch=8):
 
 
 @functools.cache
-def line_step(accumulate=1, clip=1.0, decay_at=constant_decay):
+def line_step(passes=1, clip=1.0, decay_at=constant_decay):
     step = make_train_step(
-        line_loss, make_tx(), DECAYS, accumulate=accumulate, clip=clip, decay_at=decay_at
+        line_loss, make_tx(), DECAYS, passes=passes, clip=clip, decay_at=decay_at
     )
     return jax.jit(step)
 
@@ -149,7 +149,7 @@ def test_an_ema_decay_outside_0_to_1_is_an_error(decay):
 def test_four_micro_batches_equal_one_batch_of_four_times_the_size():
     params, frozen, batches = line_problem()
     whole = run_line(line_step(), batches, params, frozen)
-    parts = run_line(line_step(accumulate=4), batches, params, frozen)
+    parts = run_line(line_step(passes=4), batches, params, frozen)
     for (state, metrics), (state_4, metrics_4) in zip(whole, parts, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
         jax.tree.map(close, state_4.params, state.params)  # They sum in another order.
@@ -163,7 +163,7 @@ def test_the_key_of_an_image_depends_on_seed_step_and_row():
         return jnp.sum(params["w"] ** 2), {"draws": jnp.sum(draw * batch["x"])}
 
     tx = make_tx()
-    step = jax.jit(make_train_step(loss_fn, tx, [], accumulate=3))
+    step = jax.jit(make_train_step(loss_fn, tx, [], passes=3))
     x = jnp.arange(1.0, 7.0)
     state = init_state({"w": jnp.ones(2)}, tx, [])._replace(step=jnp.int32(11))
     _, metrics = step(state, (), {"x": x}, KEY)
@@ -173,8 +173,8 @@ def test_the_key_of_an_image_depends_on_seed_step_and_row():
     np.testing.assert_allclose(metrics["draws"], np.dot(draws, x) / 3, rtol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_with_noise_and_dropout_equal_the_whole_batch(accumulate):
+@pytest.mark.parametrize("passes", [2, 4])
+def test_micro_batches_with_noise_and_dropout_equal_the_whole_batch(passes):
     """Each row has its own noise, and some texts are dropped."""
 
     def loss_fn(params, frozen, batch, keys):
@@ -185,7 +185,7 @@ def test_micro_batches_with_noise_and_dropout_equal_the_whole_batch(accumulate):
     params, frozen, batches = line_problem()
     make = functools.partial(make_train_step, loss_fn, make_tx(), DECAYS)
     whole = run_line(jax.jit(make()), batches, params, frozen)
-    micro = run_line(jax.jit(make(accumulate=accumulate)), batches, params, frozen)
+    micro = run_line(jax.jit(make(passes=passes)), batches, params, frozen)
     for (state, metrics), (state_n, metrics_n) in zip(whole, micro, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
         jax.tree.map(close, state_n.params, state.params)  # They sum in another order.
@@ -206,22 +206,22 @@ def test_a_float32_average_does_not_shrink_over_many_steps():
 def test_a_batch_that_cannot_be_split_into_micro_batches_is_an_error():
     params, frozen, batches = line_problem()
     with pytest.raises(ValueError, match=r"a batch of 8 rows cannot be split into 3 equal micro"):
-        run_line(line_step(accumulate=3), batches, params, frozen)
+        run_line(line_step(passes=3), batches, params, frozen)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_on_a_cpu_micro_batches_are_unrolled(accumulate):
+@pytest.mark.parametrize("passes", [1, 4])
+def test_on_a_cpu_micro_batches_are_unrolled(passes):
     params, frozen, batches = line_problem()
     state = init_state(params, make_tx(), DECAYS)
-    lowered = line_step(accumulate=accumulate).lower(state, frozen, batches[0], KEY)
+    lowered = line_step(passes=passes).lower(state, frozen, batches[0], KEY)
     assert " while(" not in lowered.compile().as_text()
 
 
 def test_on_an_accelerator_micro_batches_in_a_loop_give_the_same_gradient(monkeypatch):
     params, frozen, batches = line_problem()
-    unrolled = run_line(line_step(accumulate=4), batches, params, frozen)[-1]
+    unrolled = run_line(line_step(passes=4), batches, params, frozen)[-1]
     monkeypatch.setattr(ops, "platform", lambda: "gpu")
-    step = jax.jit(make_train_step(line_loss, make_tx(), DECAYS, accumulate=4))
+    step = jax.jit(make_train_step(line_loss, make_tx(), DECAYS, passes=4))
     state = init_state(params, make_tx(), DECAYS)
     assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
     rolled = run_line(step, batches, params, frozen)[-1]
@@ -284,7 +284,7 @@ def init_conv():
 
 
 @functools.cache
-def run_conv(fsdp, tensor, accumulate=1):
+def run_conv(fsdp, tensor, passes=1):
     mesh = sharding.make_mesh(1, fsdp, tensor)
     state = init_conv()
     layout = sharding.shardings(state, mesh, RULES, fsdp_min_size=32)
@@ -292,19 +292,17 @@ def run_conv(fsdp, tensor, accumulate=1):
     image = np.random.default_rng(0).normal(size=(16, 4, 4, 8)).astype(np.float32)
     batch = jax.device_put({"image": image}, sharding.batch_sharding(mesh))
     frozen = jax.device_put(jnp.float32(0.5), sharding.replicated(mesh))
-    step = make_train_step(conv_loss, make_tx(lr=1e-2), [0.9], accumulate=accumulate)
+    step = make_train_step(conv_loss, make_tx(lr=1e-2), [0.9], passes=passes)
     step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
     for _ in range(3):
         state, metrics = step(state, frozen, batch, KEY)
     return jax.device_get((state, metrics)), state.ema["0.9"]["conv2"]["kernel"].sharding
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "tensor", "accumulate"), [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2)]
-)
-def test_a_training_step_on_eight_devices_matches_one_device(fsdp, tensor, accumulate):
-    (state, metrics), placed = run_conv(fsdp, tensor, accumulate)
-    (state_1, metrics_1), _ = run_conv(1, 1, accumulate)
+@pytest.mark.parametrize(("fsdp", "tensor", "passes"), [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2)])
+def test_a_training_step_on_eight_devices_matches_one_device(fsdp, tensor, passes):
+    (state, metrics), placed = run_conv(fsdp, tensor, passes)
+    (state_1, metrics_1), _ = run_conv(1, 1, passes)
     assert placed.spec == P(None, None, "fsdp", "tensor") and len(placed.device_set) == 8
     # Sums over devices have another order, and Adam divides by roots of small second moments.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

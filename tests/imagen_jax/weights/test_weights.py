@@ -15,7 +15,7 @@ from tests.imagen_jax import commands
         (("export", "--from=nowhere", "--to=a.npz"), "error: nowhere holds no config.json"),
         (
             ("convert", "--from=no.ckpt", "--to=b", "--config=configs/base64_500m.py"),
-            "error: no file no.ckpt",
+            "error: there is no file no.ckpt",
         ),
     ],
 )

@@ -328,6 +328,21 @@ def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, me
         load(tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("double_blocks.0.img_attn.qkv.weight", "these weights are not those of a Stable Diffusio"),
+        ("control_model.out.2.weight", "these weights are not those of a Stable Diffusion UNet"),
+        ("out.2.weight", "the UNet does not attend to text (it has no array attn2.to_k"),
+    ],
+)
+def test_weights_of_another_network_are_an_error_also_with_a_config(tmp_path, name, message):
+    np.savez(tmp_path / "a.npz", **{name: np.zeros((4, 4))})
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(tmp_path / "a.npz")
+
+
 def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(folder, tmp_path):
     strays = ["denoiser.sigmas", "safety_checker.a", "safety_checker.b", "cond_stage_model_ema.x",
               "embedding_manager.y"]  # fmt: skip

@@ -169,11 +169,11 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
     [
         (
             {"a.x": (2, 2)},
-            "not a LoRA, LoHa or LoKr, because 1 of 1 arrays have unknown names, such as a.x",
+            "not a LoRA, LoHa or LoKr: 1 of 1 arrays have unknown names, such as a.x",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64)},
-            "is not a LoRA, LoHa or LoKr, because 1 of 1 layers lack factors or mix kinds, such",
+            "is not a LoRA, LoHa or LoKr: 1 of 1 layers lack factors or mix kinds, such",
         ),
         *(
             (
@@ -188,7 +188,7 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
             }.items()
         ),
         *(
-            (state, "because 1 of 1 layers lack factors or mix kinds, such as mid_block.*to_q")
+            (state, "LoKr: 1 of 1 layers lack factors or mix kinds, such as mid_block.*to_q")
             for state in (
                 {f"{TO_Q}.dora_scale": (64, 1)},
                 {f"{TO_Q}.hada_w1_a": (64, 2), f"{TO_Q}.hada_w1_b": (2, 64)},
@@ -199,7 +199,7 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
         ),
         (
             {f"{TO_Q}.hada_w3_a": (64, 2)},
-            r"because 1 of 1 arrays have unknown names, such as unet.mid_block.*to_q.hada_w3_a",
+            r"LoKr: 1 of 1 arrays have unknown names, such as unet.mid_block.*to_q.hada_w3_a",
         ),
         (
             {f"{TO_Q}.lokr_w1": (8, 8), f"{TO_Q}.lokr_w2": (8, 4)},

@@ -33,7 +33,7 @@ def test_convert_prints_what_it_mapped_and_verifies_the_result(tmp_path):
         ((), "usage: python -m sd_jax.weights convert --from=PATH"),
         (("verify", "case.npz"), "usage: "),
         (("convert", "--from=a.npz"), "usage: "),
-        (("convert", "--from=no.ckpt", "--to=b"), "error: no file no.ckpt"),
+        (("convert", "--from=no.ckpt", "--to=b"), "error: there is no file no.ckpt"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message):

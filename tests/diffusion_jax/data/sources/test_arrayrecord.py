@@ -5,6 +5,8 @@ import io
 import numpy as np
 import pytest
 
+from diffusion_jax.config import picture_fields
+from diffusion_jax.data import records
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
@@ -119,6 +121,23 @@ def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
         "image": [b"\xff\xd8" + bytes(300)],
         "captions": [b"one", b"two"],
     }
+
+
+def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(tmp_path, example):
+    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(tmp_path / "a"), "group_size:1")
+    for images, scores in (([b"a"], [3.0]), ([b"a", b"b"], [3.0]), ([b"a"], [3.0, 4.0])):
+        message = example()
+        message.features.feature["image"].bytes_list.value.extend(images)
+        message.features.feature["txt"].bytes_list.value.append(b"x")
+        message.features.feature["score"].float_list.value.extend(scores)
+        writer.write(message.SerializeToString())
+    writer.close()
+    fields = picture_fields.read(("score=0..10",))
+    one, two, numbers = ArrayRecords(tmp_path / "a", fields=fields).read([0, 1, 2])
+    assert one.image == b"a" and records.checked_numbers(one, fields) == {"score": 3}
+    assert "broken_record: it holds 2 images instead of one" in str(two.text)
+    with pytest.raises(Unusable, match=r"the field score is \[3\.0, 4\.0\]"):
+        records.checked_numbers(numbers, fields)
 
 
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])

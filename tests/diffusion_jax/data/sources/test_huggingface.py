@@ -1,6 +1,7 @@
 """Data sets written by the package `datasets`: save_to_disk, and parquet as on the Hub."""
 
 import io
+import shutil
 
 import numpy as np
 import pytest
@@ -88,11 +89,11 @@ def test_only_the_tables_that_save_to_disk_wrote_last_are_read(tmp_path, caplog)
     import datasets
 
     features = datasets.Features(
-        {"image": datasets.Image(), "mask": datasets.Image(), "text": datasets.Value("string")}
+        {"mask": datasets.Image(), "image": datasets.Image(), "text": datasets.Value("string")}
     )
     columns = {
-        "image": [Image.fromarray(pixels(i)) for i in range(NUM)],
         "mask": [Image.fromarray(pixels(99))] * NUM,
+        "image": [Image.fromarray(pixels(i)) for i in range(NUM)],
         "text": [text for _, text in TRAIN],
     }
     rows, saved = datasets.Dataset.from_dict(columns, features=features), tmp_path / "saved"
@@ -101,7 +102,7 @@ def test_only_the_tables_that_save_to_disk_wrote_last_are_read(tmp_path, caplog)
     datasets.load_from_disk(saved).map(lambda row: {"text": row["text"] + "!"})
     assert len(list(saved.glob("*.arrow"))) == 4
     assert read("arrow", saved) == [TRAIN[4], TRAIN[2]]
-    assert "has several image columns (image, mask): reading the first" in caplog.text
+    assert "has several image columns (mask, image): reading image" in caplog.text
     (saved / "state.json").unlink()
     assert len(read("arrow", saved)) == 2 + NUM + 2
     rows.remove_columns("mask").save_to_disk(saved, num_shards=3)
@@ -163,6 +164,15 @@ def test_parquet_with_paths_of_missing_images_is_an_error(tmp_path):
         FileNotFoundError, match=r"stores the paths of its images, and .*a\.png does not exist"
     ):
         sources.open_records(Data("huggingface", f"{tmp_path}/paths.parquet", "text"))
+
+
+def test_missing_shards_are_named_in_a_warning(written, tmp_path, caplog):
+    shutil.copytree(written / "clone", tmp_path / "clone")
+    read("huggingface", tmp_path / "clone@train")
+    assert not caplog.text
+    (tmp_path / "clone/data/train-00000-of-00002.parquet").unlink()
+    read("huggingface", tmp_path / "clone@train")
+    assert f"only 1 of the 2 files {tmp_path}/clone/data/train-*-of-* exist: copy" in caplog.text
 
 
 def test_a_missing_local_folder_is_not_searched_on_the_hub(tmp_path):

@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources.folder import Folder
@@ -74,7 +75,7 @@ def test_the_layout_of_img2dataset_is_read(tmp_path):
     }
     with pytest.raises(
         ValueError,
-        match=r"a 'text'; the columns are caption, key, status",
+        match=r"a value of 'text'; the columns are caption, key, status",
     ):
         Folder(tmp_path, text="parquet:text")
 
@@ -267,7 +268,11 @@ def test_coco_captions_are_read_with_images_in_any_folder(tmp_path):
         ("m.csv", "file_name,text\na.png,one,two\n", r'line 2 has 3 cells.*"a.png", "one", "two"'),
         ("m.csv", "file_name,text\n,one\n", 'm.csv, line 2: file_name is "", not the name'),
         ("m.csv", "picture,text\na.png,one\n", "no row of m.csv .*; the columns are picture, text"),
-        ("m.csv", "file_name,title\na.png,one\n", "a 'text'; the columns are file_name, title"),
+        (
+            "m.csv",
+            "file_name,title\na.png,one\n",
+            "a value of 'text'; the columns are file_name, title",
+        ),
     ],
 )
 def test_a_malformed_row_is_a_one_line_error_with_file_row_and_value(
@@ -277,3 +282,11 @@ def test_a_malformed_row_is_a_one_line_error_with_file_row_and_value(
     with pytest.raises(ValueError, match=message) as error:
         table(tmp_path, name, content)
     assert "\n" not in str(error.value)
+
+
+def test_a_column_of_numbers_that_is_missing_is_an_error_that_shows_how_to_name_it(tmp_path):
+    images(tmp_path, "a.png")
+    (tmp_path / "m.csv").write_text("file_name,text,score\na.png,one,5\n")
+    named = picture_fields.read(("scroe=0..10",))
+    with pytest.raises(ValueError, match=r"set data\.fields to csv:COLUMN=LOW\.\.HIGH"):
+        Folder(tmp_path, text="csv:text", fields=named)
