@@ -2,7 +2,6 @@
 
 import io
 import json
-import types
 
 import jax
 import numpy as np
@@ -264,16 +263,6 @@ def test_weights_of_another_network_are_errors_that_name_the_difference(vae):
         initial.read_vae(vae, deeper)
     with pytest.raises(ValueError, match="holds no UNet"):
         initial.read_unet(vae, tiny.settings(vae).unet, 24)
-
-
-def test_unets_are_compared_by_the_setting_that_determines_their_heads():
-    unet = tiny.settings().unet
-    part = types.SimpleNamespace(network=unet.clone(num_heads=0, head_dim=16))
-    message = "head_dim is 16 in the file, but num_heads is 2 in the config"
-    with pytest.raises(ValueError, match=rf"\({message}\)"):
-        initial._checked(part, unet.clone(num_heads=2), "a", "UNet")
-    of_heads = types.SimpleNamespace(network=unet.clone(num_heads=2, head_dim=8))
-    initial._checked(of_heads, unet.clone(num_heads=2, head_dim=16), "a", "UNet")
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,13 @@ def test_a_config_that_is_missing_or_not_needed_is_an_error(file, tmp_path):
         checkpoints.load(file, config="nowhere.yaml")
     with pytest.raises(ValueError, match="is a directory, which has its own configs"):
         checkpoints.load(tmp_path, config="v.yaml")
+
+
+def test_unets_are_compared_by_the_setting_that_determines_their_heads():
+    wide, other = FOUR.clone(num_heads=0, head_dim=16), FOUR.clone(head_dim=16)
+    message = r"\(head_dim is 16 in the file, but num_heads is 4 in the config\)"
+    with pytest.raises(ValueError, match=message):
+        initial._checked(checkpoints.UNetPart(wide, TEXT_WIDTH, {}), FOUR, "a", "UNet")
+    initial._checked(
+        checkpoints.UNetPart(other, TEXT_WIDTH, {}), FOUR, "a", "UNet"
+    )  # Its head_dim has no effect.
