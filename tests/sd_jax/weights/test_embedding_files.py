@@ -98,6 +98,7 @@ def test_two_embeddings_of_one_word_and_infinite_vectors_are_errors(encoder, tmp
 
 
 def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, tmp_path, caplog):
+    caplog.set_level("WARNING", "absl")  # Commands in other tests may have lowered it.
     vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
     path = str(tmp_path / "fox.safetensors")
     torch_weights.write(path, {"emb_params": vectors})
