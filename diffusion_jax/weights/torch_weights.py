@@ -243,7 +243,8 @@ def _arranged(
 ) -> Any:
     """Return params with the arrays of `state`, each transposed and then passed to `convert`.
 
-    Raises ValueError if `table` does not fit the params, or if `state` has other keys or shapes.
+    Raises ValueError if `table` does not fit the params, or if `state` has other keys or shapes, or
+    integers.
     """
     shapes = {path: leaf.shape for path, leaf in named(abstract_params).items()}
     _check_table(table, shapes)
@@ -256,6 +257,11 @@ def _arranged(
             "Use weights of this model, or the config that these weights were trained with"
         )
     _check_shapes(state, table, shapes)
+    if quantised := [name for name in keys if np.issubdtype(state[name].dtype, np.integer)]:
+        raise ValueError(
+            f"{len(quantised)} arrays hold integers: {some(quantised)}. Quantised weights are not "
+            "supported: use those in float32, float16, bfloat16 or float8"
+        )
     arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
     return jax.tree.unflatten(jax.tree.structure(abstract_params), [arrays[p] for p in shapes])
 

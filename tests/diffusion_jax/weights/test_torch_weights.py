@@ -120,6 +120,13 @@ def test_params_are_float32_for_every_saved_dtype(dtype):
     )
 
 
+def test_arrays_of_integers_are_an_error_that_names_one():
+    state = state_dict()
+    state["block.1.bias"] = state["block.1.bias"].astype(np.int8)
+    with pytest.raises(ValueError, match=r"1 arrays hold integers: block\.1\.bias\. Quantised"):
+        torch_weights.to_params(state, TABLE, ABSTRACT)
+
+
 def test_missing_and_unexpected_keys_are_an_error_that_names_them():
     state = state_dict()
     state["extra"] = state.pop("block.1.bias")
