@@ -176,15 +176,21 @@ def _check_sizes(s: Settings) -> None:
             "with a factor above 1 needs unet.low_res=True or unet.kind='efficient', and a base "
             "model (factor 1) needs unet.low_res=False"
         )
+    if resize and (resize < size or resize % factor):
+        raise ValueError(
+            f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
+            f"unet.image_size, which is {size}"
+        )
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=resize)
     if factor == 1:
         _, unit = s.crop_sides
         shape = s.output_shape
         for name, side in zip(("height", "width"), shape, strict=True):
             if side % unit:
+                own = "data.resize" if resize else "unet.image_size"
+                set_by = f"sampler.{name}" if getattr(s.sampler, name) else own
                 raise ValueError(
-                    f"sampler.{name} is {side}: for this model it must be a multiple of {unit} "
-                    "pixels"
+                    f"{set_by} is {side}: for this model it must be a multiple of {unit} pixels"
                 )
         if s.evaluation.every and shape[0] != shape[1]:
             raise ValueError(
@@ -195,11 +201,6 @@ def _check_sizes(s: Settings) -> None:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every}, but a super-resolution model cannot draw "
             "from prompts alone: set it to 0, and score the cascade with imagen_jax.evaluate"
-        )
-    if resize and (resize < size or resize % factor):
-        raise ValueError(
-            f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
-            f"unet.image_size, which is {size}"
         )
 
 
