@@ -159,7 +159,6 @@ class Model:
             Cancelled: `progress` raised it.
         """
         prompts, seeds = _paired(prompts, seeds)
-        self.warn_of_words(prompts)
         over = input_pictures.opened(image, mask)
         small = low_res and input_pictures.upright(low_res, "RGB", "the picture to enlarge")
         values = {**values, **self._size_of(over and over.images[0], values)}
@@ -171,6 +170,7 @@ class Model:
             self._show if progress else None,
             self.each_strength(strength) if image else None,
         )
+        model.warn_of_words(prompts)
         if small is not None and model.enlarger is not None:
             model.stages = model.stages[model.enlarger.stage :]
         self._progress, self._cancelled, batches = progress, False, []
@@ -194,11 +194,21 @@ class Model:
         return Drawing(images, prompts, seeds, model.card(), smaller)
 
     def warn_of_words(self, prompts: Sequence[str]) -> None:
-        """Log the words of prompts that no training caption contains, and unused added words."""
-        encoder = self.stages[0].encoder
-        if line := vocabulary.warning(self.vocabulary, prompts, encoder.name):
+        """Log the words of prompts that no training caption contains, and what has no effect."""
+        if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
-        encoder.warn_of_unused(prompts)
+        for s in (stage.settings.sampler for stage in self.stages):
+            if s.negative_prompt and guidance_module.scale_per_image(s, s.guidance, 1) is None:
+                logging.warning(
+                    "the negative prompt %r has no effect at guidance 1: choose a larger guidance",
+                    s.negative_prompt,
+                )
+        self.warn_of_unused(prompts)
+
+    def warn_of_unused(self, prompts: Sequence[str]) -> None:
+        """Log each word of an embedding file that neither a prompt nor a negative prompt uses."""
+        if (stage := self.stages[0]).encoder.added:
+            stage.encoder.warn_of_unused(dict(self.tokenize(stage, prompts)))
 
     def batches(
         self,

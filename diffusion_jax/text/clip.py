@@ -253,9 +253,12 @@ def of_tower(
         return tokenizer.cut_off(texts, max_tokens)
 
     def add_words(frozen, vectors):
-        ids = tokenizer.add_words({word: len(rows) for word, rows in vectors.items()})
+        counts = {word: len(rows) for word, rows in vectors.items()}
+        ids = tokenizer.add_words(counts)
         new, params = with_learned(tower, frozen, ids, np.concatenate([*vectors.values()]))
-        return of_tower(new, (), tokenizer, max_tokens), params
+        first = ids[0] + np.cumsum([0, *counts.values()])
+        added = dict(zip(counts, first.tolist(), strict=False))
+        return of_tower(new, (), tokenizer, max_tokens)._replace(added=added), params
 
     return TextEncoder(
         "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,

@@ -64,13 +64,16 @@ class TextEncoder(NamedTuple):
     add_words: Callable[[Any, Mapping[str, np.ndarray]], tuple["TextEncoder", Any]] | None = None
     """Maps (frozen, the vectors [N, D] of each new word) to an encoder that replaces this one, and
     its weights. None if the encoder cannot learn words."""
-    added: tuple[str, ...] = ()
-    """The words that files of embeddings have added."""
+    added: Mapping[str, int] = {}
+    """The words that files of embeddings have added, and the id of each word's first token."""
 
-    def warn_of_unused(self, prompts: Sequence[Any]) -> None:
-        """Log each word that a file of embeddings has added and no prompt contains."""
-        for word in self.added:
-            if not any(word.lower() in str(prompt).lower() for prompt in prompts):
+    def warn_of_unused(self, texts: TextArrays) -> None:
+        """Log each word that a file of embeddings has added and no tokens contain.
+
+        `texts` holds the tokens of prompts and negative prompts, in arrays of any names.
+        """
+        for word, id in self.added.items():
+            if not any((np.asarray(tokens) == id).any() for tokens in texts.values()):
                 logging.warning("no prompt contains %r, the word of a file of --embedding", word)
 
 

@@ -61,7 +61,7 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
             f"--embedding={paths} holds vectors for CLIP, but the text encoder is "
             f"{encoder.name!r}: choose a model with CLIP"
         )
-    vectors, words = {}, []
+    vectors: dict[str, np.ndarray] = {}
     for path in split(paths):
         word, rows = read(files.local(path))
         if rows.shape[1] != encoder.width:
@@ -69,12 +69,15 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
                 f"--embedding={path} has vectors of width {rows.shape[1]}, but the model's text "
                 f"encoder has width {encoder.width}: choose an embedding for this model"
             )
-        if word.lower() in vectors:
+        if len(rows) > encoder.max_tokens - 2:
+            raise ValueError(
+                f"--embedding={path} has {len(rows)} vectors, but the text encoder reads "
+                f"{encoder.max_tokens - 2} tokens: choose an embedding with fewer vectors"
+            )
+        if word.lower() in map(str.lower, vectors):
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
-        vectors[word.lower()] = rows
-        words.append(word)
-    larger, params = encoder.add_words(frozen, vectors)
-    return larger._replace(added=tuple(words)), params
+        vectors[word] = rows
+    return encoder.add_words(frozen, vectors)
 
 
 def split(paths: str) -> list[str]:
