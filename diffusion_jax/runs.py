@@ -16,7 +16,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import files, systems
-from diffusion_jax.config import settings, versions
+from diffusion_jax.config import named, settings, versions
 from diffusion_jax.config.settings import Data
 from diffusion_jax.devices import distributed
 from diffusion_jax.exits import Busy
@@ -160,6 +160,10 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():
+        runs = [] if files.store_path(workdir) else path.parent.parent.glob(f"*/{CONFIG}")
+        if close := named.closest(path.parent.name, [run.parent.name for run in runs]):
+            close = path.parent.with_name(close)
+            raise FileNotFoundError(f"{workdir} holds no {CONFIG}: did you mean {close}?")
         raise FileNotFoundError(
             f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train a run with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"

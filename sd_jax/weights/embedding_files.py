@@ -89,11 +89,15 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
 
 
 def split(paths: str) -> list[str]:
-    """Return the paths in a value of the option `embedding`. Paths of files may contain commas."""
+    """Return the paths in a value of the option `embedding`, or PATH:STRENGTH for `lora`.
+
+    Commas separate paths. The path of a file may contain commas, too.
+    """
+    is_file = lambda path: any(files.path(p).is_file() for p in (path, path.rpartition(":")[0]))
     parts, found = paths.split(","), []
     while parts:
         joined = [",".join(parts[:n]) for n in range(len(parts), 1, -1)]
-        path = next((path for path in joined if files.path(path).is_file()), parts[0])
+        path = next(filter(is_file, joined), parts[0])
         found.append(path)
         del parts[: path.count(",") + 1]
     return [path for path in found if path]
