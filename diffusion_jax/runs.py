@@ -160,8 +160,9 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():
-        runs = [] if files.store_path(workdir) else path.parent.parent.glob(f"*/{CONFIG}")
-        if close := named.closest(path.parent.name, [run.parent.name for run in runs]):
+        is_known = files.store_path(workdir) or path.parent.exists()
+        others = () if is_known else path.parent.parent.glob(f"*/{CONFIG}")
+        if close := named.closest(path.parent.name, [other.parent.name for other in others]):
             close = path.parent.with_name(close)
             raise FileNotFoundError(f"{workdir} holds no {CONFIG}: did you mean {close}?")
         raise FileNotFoundError(

@@ -5,7 +5,6 @@ arguments that all samplers take.
 """
 
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -45,7 +44,7 @@ class _Methods(Table):
 
     def question(self, text: str) -> str:
         """Suggest the sampler, and the grid, of a name of the web UI of AUTOMATIC1111."""
-        name, setting = re.sub(r"^(k|sample)_", "", text.strip()), ""
+        name, setting = text.strip().removeprefix("k_").removeprefix("sample_"), ""
         for suffix, of_suffix in _SUFFIXES.items():
             if name.lower().endswith(f" {suffix.lower()}"):
                 name, setting = name[: -len(suffix) - 1], of_suffix
