@@ -301,7 +301,7 @@ class Model:
                 f"{len(self.stages)} models: load one of them alone"
             )
         (stage,) = self.changed([values]).stages
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts, _ = _paired(prompts, None)
         return PromptedDenoiser(stage, self.tokenize(stage, texts))
 
     def changed(
@@ -481,7 +481,7 @@ class PromptedDenoiser:
 
         `seeds` is one seed per prompt, or the first of consecutive seeds.
         """
-        numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
+        _, numbers = _paired([""] * self.num_prompts, seeds)
         return self._first(*self._arguments, halves(numbers))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
@@ -556,8 +556,7 @@ def _paired(
         raise ValueError(f"seed={seed} and seeds={seeds} exclude each other: leave one out")
     ranges.check_value("num_images", num_images, ranges.Count)
     first = seed or 0 if seeds is None else seeds
-    texts = list(prompts) if _are_several(prompts) else [prompts]
-    numbers = list(first) if _are_several(first) else [first]
+    texts, numbers = _listed(prompts), _listed(first)
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"the prompt {wrong[0]!r} is not a text: give a string, or a list of them")
     if wrong := [n for n in numbers if isinstance(n, bool) or not hasattr(n, "__index__")]:
@@ -565,8 +564,9 @@ def _paired(
             f"the seed {wrong[0]!r} is not a whole number: give one, or a list of them"
         )
     texts = [text for text in texts for _ in range(num_images)]
-    if not _are_several(first):
-        numbers = range(operator.index(numbers[0]), operator.index(numbers[0]) + len(texts))
+    numbers = [operator.index(number) for number in numbers]
+    if not isinstance(first, Iterable):
+        numbers = [numbers[0] + n for n in range(len(texts))]
     texts = texts * len(numbers) if len(texts) == 1 else texts
     if not texts or len(texts) != len(numbers):
         raise ValueError(
@@ -574,11 +574,12 @@ def _paired(
             "seed per prompt"
         )
     halves(numbers)  # Checks them.
-    return texts, [operator.index(number) for number in numbers]
+    return texts, numbers
 
 
-def _are_several(values: Any) -> bool:
-    return isinstance(values, Iterable) and not isinstance(values, str | bytes)
+def _listed(values: Any) -> list[Any]:
+    several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    return list(values) if several else [values]
 
 
 def _in_words(stage: Stage) -> str:

@@ -85,7 +85,8 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
         if word.lower() in map(str.lower, vectors):
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
         vectors[word] = rows
-    return encoder.add_words(frozen, vectors)
+    larger, params = encoder.add_words(frozen, vectors)
+    return larger._replace(added={**encoder.added, **larger.added}), params
 
 
 def split(paths: str) -> list[str]:
