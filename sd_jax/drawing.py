@@ -31,7 +31,8 @@ from sd_jax.weights.published import NO_FACTS, File
 
 FILE_OPTIONS: Options = {
     "prediction": Option(
-        "What the UNet of a model trained elsewhere predicts, if its files do not state it.",
+        "What the UNet of a model trained elsewhere predicts, eps or v, if its files do not state "
+        "it.",
         Annotated[str, ("eps", "v")], at_load=True,
     ),
     "tokenizer": Option(
@@ -44,7 +45,8 @@ FILE_OPTIONS: Options = {
         ranges.Count, at_load=True,
     ),
     "dtype": Option(
-        "Dtype in which a model trained elsewhere computes; default: bfloat16, or float32 on CPUs.",
+        "Dtype in which a model trained elsewhere computes: bfloat16 (the default) or float32 (the "
+        "default on CPUs).",
         Annotated[str, ("bfloat16", "float32")], at_load=True,
     ),
     "config": Option(
