@@ -245,7 +245,7 @@ def _write(
                 (out / layout.names[n]).parent.mkdir(parents=True, exist_ok=True)
                 joined = layouts.joined(images[-layout.parts :])
                 text = png_text.parameters(lines[n], *images[n].shape[:2])
-                sheets.write_png(out / layout.names[n], joined, text)
+                sheets.write_png(out / layout.names[n], joined, text if layout.parts == 1 else "")
     if jax.process_index() == 0:
         for name, text in layout.texts.items():
             files.write_whole(out / name, text)
