@@ -42,7 +42,7 @@ def test_the_kernels_for_gpus_refuse_channels_that_do_not_fill_a_program():
         group_norm_kernel.group_norm(jnp.ones((1, 4, 4, 96)), jnp.ones((1, 96)), jnp.ones((1, 96)))
 
 
-@pytest.mark.parametrize("form", [kernels._own_product, kernels._two_products])
+@pytest.mark.parametrize("form", [kernels._own_gradient, kernels._two_products])
 def test_forms_of_the_gated_mlp_have_equal_values_and_gradients(form):
     rng = np.random.default_rng(0)
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
