@@ -81,7 +81,7 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     file_flags.check_unused(bool(_MODEL.value), file)
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-    values, pictures = option_flags.values(_OPTIONS), _PICTURES(len(prompts))
+    values, pictures = option_flags.values(drawing.OPTIONS, _OPTIONS), _PICTURES(len(prompts))
     if pictures:
         values |= _size(pictures)
         settings.check_strength(_STRENGTH.value)
