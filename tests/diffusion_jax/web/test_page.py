@@ -215,6 +215,13 @@ def test_on_a_phone_the_first_pictures_are_in_view_while_they_are_drawn(browser,
         pages.drawn(page)
         box, above = (page.locator(name).bounding_box() for name in (".picture >> nth=0", "#draw"))
         assert box["y"] > 0 and box["y"] + box["height"] < above["y"]
+        page.click("#grid summary")
+        page.select_option("#x", "guidance")
+        page.fill("#x-values", "1, 2")
+        pages.draw(page, PROMPTS[0], count=1)
+        pages.drawn(page)
+        widths = page.locator(".picture img").evaluate_all("all => all.map(one => one.width)")
+        assert len(widths) == 2 and max(widths) < 120  # Each picture fills its cell, not the page.
 
 
 @pytest.mark.gate
