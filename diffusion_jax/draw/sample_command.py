@@ -277,7 +277,9 @@ def _write(
             files.write_whole(out / name, text)
         index = "".join(json.dumps(line) + "\n" for line in lines)
         files.write_whole(out / _INDEX, index)
-        sheet = sheets.contact_sheet(np.stack(images), sheets.labels([line["text"] for line in lines]))
+        sheet = sheets.contact_sheet(
+            np.stack(images), sheets.labels([line["text"] for line in lines])
+        )
         sheets.write_png(out / sheets.NAME, sheet)
 
 

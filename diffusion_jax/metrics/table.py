@@ -57,7 +57,6 @@ class Metric(NamedTuple):
     by_name: bool = False
     """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
-
     @property
     def is_share(self) -> bool:
         """Whether the score is a share of the pictures, which is shown in per cent."""
