@@ -148,10 +148,11 @@ def interruptible() -> Iterator[None]:
 
 
 def _in_words(message: str) -> str:
-    """Replace the wording of Python and absl for an invalid number and for a missing flag."""
-    if missing := re.fullmatch(r"flag --(\w+)=None: Flag .* other than None\.", message):
-        about = flags.FLAGS[missing[1]].help.replace("\n", " ")
-        return f"--{missing[1]} is missing: {about[0].lower()}{about[1:]}".rstrip(".")
+    """Replace the wording of Python and absl for an invalid number and for missing flags."""
+    if missing := re.findall(r"flag --(\w+)=None: Flag .* other than None\.", message):
+        abouts = {name: flags.FLAGS[name].help.strip(".").replace("\n", " ") for name in missing}
+        named = (f"--{name} is missing: {a[0].lower()}{a[1:]}" for name, a in abouts.items())
+        return "; ".join(named)
     message = re.sub(
         r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
     )

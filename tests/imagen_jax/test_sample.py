@@ -136,9 +136,13 @@ def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, argumen
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_flag_is_named_with_its_meaning(trained):
+def test_missing_flags_are_named_with_their_meaning(trained):
     ended = commands.run("sample", f"--workdir={trained}", "--prompt=a")
     assert (ended.code, ended.err) == (2, "error: --out is missing: the folder to write to\n")
+    both = "--workdir is missing: the folder of this run; created if needed; --config is missing: "
+    ended = commands.run("train")
+    assert ended.code == 2 and ended.err.startswith(f"error: {both}"), ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_sampling_a_folder_without_a_run_is_an_error_with_a_train_command(tmp_path):
