@@ -81,10 +81,11 @@ SHARED: Options = {
 """The options that all systems have. A system adds the options of its sampler."""
 
 
-def read(options: Options, values: Values) -> dict[str, Any]:
+def read(options: Options, values: Values, prefix: str = "") -> dict[str, Any]:
     """Return the values, converted to the types of their options and checked.
 
-    Text is parsed. Options whose value is None are left out.
+    Text is parsed. Options whose value is None are left out. Error messages name an option with
+    `prefix`, which is "--" for flags.
 
     Raises:
         ValueError: A name is unknown, or a value has another type or is out of range.
@@ -99,7 +100,7 @@ def read(options: Options, values: Values) -> dict[str, Any]:
             option = options[name]
             typed[name] = ranges.typed(value, option.hint)
             if typed[name] != option.default:
-                ranges.check_value(option.field or name, typed[name], option.hint)
+                ranges.check_value(prefix + name, typed[name], option.hint)
     return typed
 
 
