@@ -93,6 +93,7 @@ def load_stage(
     text_params = text.params
     if embedding:
         encoder, text_params = embedding_files.apply(embedding, encoder, text_params)
+    encoder, text_params = lora_files.add_words(file.lora or (), encoder, text_params)
 
     # The sampler.
     guiding = {"sampler.guiding": "pix2pix"} if p.sees == PIX2PIX else {}
