@@ -42,7 +42,8 @@ def read_widths_from(workdir: str | os.PathLike[str]) -> dict[float, int]:
     begun: dict[float, int] = {}
     for entry in read_manifest(workdir):
         widths = map(float, entry["config"].get("optimizer", {}).get("ema_widths", ()))
-        begun = {width: begun.get(width, entry["first_step"]) for width in widths}
+        first: int = entry["first_step"]
+        begun = {width: begun.get(width, first) for width in widths}
     return begun
 
 

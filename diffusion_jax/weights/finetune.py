@@ -165,8 +165,10 @@ def keep_base(workdir: files.Path, base: str) -> None:
 
 def keep_frozen(workdir: files.Path, frozen: Any) -> None:
     """Write the fingerprints of a task's frozen text encoder and VAE into a workdir."""
-    if jax.process_index() == 0:
-        files.write_whole(files.path(workdir) / FROZEN, json.dumps(_fingerprints(frozen)))
+    fingerprints, path = _fingerprints(frozen), files.path(workdir) / FROZEN
+    if fingerprints and jax.process_index() == 0:
+        stored = pretrained.read_json(path) if path.is_file() else {}
+        files.write_whole(path, json.dumps(stored | fingerprints))
 
 
 def check_frozen(workdir: files.Path, frozen: Any) -> None:

@@ -121,22 +121,13 @@ def _products(left: _Profiles, right: _Profiles) -> Float[np.ndarray, "A B"]:
     """
     a, b = left.gammas[:, None], right.gammas[None]
     times_a, times_b = left.times[:, None], right.times[None]
-    begun_a, begun_b = np.broadcast_arrays(left.begun[:, None], right.begun[None])
-    ratio, later = times_a / times_b, np.maximum(times_a, times_b)
-    power = ratio ** np.where(ratio < 1, b, -a)
-    whole = (a + 1) * (b + 1) * power / ((a + b + 1) * later)
-    # The part of the integral before the later beginning, if that is before both ends.
-    first = np.minimum(np.maximum(begun_a, begun_b), np.minimum(times_a, times_b))
-    missing = (a + 1) * (b + 1) / (a + b + 1) * first / times_a / times_b
-    missing *= (first / times_a) ** a * (first / times_b) ** b
+    begun_a, begun_b = left.begun[:, None], right.begun[None]
+    density_a = lambda x: (a + 1) / times_a * (np.minimum(x, times_a) / times_a) ** a
+    density_b = lambda x: (b + 1) / times_b * (np.minimum(x, times_b) / times_b) ** b
+    integral = lambda x: x * density_a(x) * density_b(x) / (a + b + 1)  # From 0 to x.
+    end = np.minimum(times_a, times_b)
     mass_a, mass_b = (begun_a / times_a) ** (a + 1), (begun_b / times_b) ** (b + 1)
-    at_a = _density(begun_a, times_b, b, begun_b)  # The profile b where a begins.
-    at_b = _density(begun_b, times_a, a, begun_a)
-    both = (begun_a == begun_b) * mass_a * mass_b
-    return whole - missing + mass_a * at_a + mass_b * at_b + both
-
-
-def _density(x, times, gammas, begun) -> Float[np.ndarray, "A B"]:
-    """Return the density of profiles at the steps x."""
-    inside = (begun < x) & (x <= times)
-    return np.where(inside, (gammas + 1) / times * (np.minimum(x, times) / times) ** gammas, 0.0)
+    products = integral(end) - integral(np.minimum(np.maximum(begun_a, begun_b), end))
+    products += mass_a * density_b(begun_a) * ((begun_b < begun_a) & (begun_a <= times_b))
+    products += mass_b * density_a(begun_b) * ((begun_a < begun_b) & (begun_b <= times_a))
+    return products + mass_a * mass_b * (begun_a == begun_b)

@@ -266,9 +266,8 @@ def combination(
 
     `root` is the folder of the checkpoints. See power_averages.combination.
     """
-    start, widths_from = (
-        read(root.parent) for read in (manifest.read_averages_from, manifest.read_widths_from)
-    )
+    start = manifest.read_averages_from(root.parent)
+    widths_from = manifest.read_widths_from(root.parent)
     widths = [power_averages.width_of(name) or 0.0 for *_, name in sources]
     begun = [max(0, widths_from.get(w, 0) - start) for w in widths]
     steps = [saved - start for saved, *_ in sources]

@@ -117,7 +117,7 @@ def add_words(files: Sequence[str], encoder: TextEncoder, frozen: Any) -> tuple[
             )
         if words and encoder.add_words:
             larger, frozen = encoder.add_words(frozen, words)
-            encoder = larger._replace(added=(*encoder.added, *words))
+            encoder = larger._replace(added=encoder.added)
     return encoder, frozen
 
 
