@@ -26,7 +26,7 @@ from diffusion_jax.config.settings import Optimizer, Run, read
 from diffusion_jax.data.pipeline import LOSS_MASK
 from diffusion_jax.devices import hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.files import folder_lock, sheets
+from diffusion_jax.files import folder_lock, manifest, sheets
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
@@ -92,7 +92,7 @@ def rehearse(
     samples = run.batch_size // (sharding.batch_ways(mesh) * count)
     need = memory.bytes_per_device(traced, mesh, samples, count)
     passes = "1 pass" if count == 1 else f"{count} passes"
-    begun = source.averages_from if source else run_log.read_averages_from(workdir)
+    begun = source.averages_from if source else manifest.read_averages_from(workdir)
     at_once = []
     if rows_drawn:
         temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)

@@ -43,7 +43,7 @@ _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
 """Names of config fields that may differ between processes, such as the path of a local copy."""
-_OF_CONFIG = (finetune.BASE, vocabulary.FILE, run_log.METRICS, MEASURING)
+_OF_CONFIG = (finetune.BASE, finetune.FROZEN, vocabulary.FILE, run_log.METRICS, MEASURING)
 """Names of files in a workdir that depend on its config."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
@@ -120,6 +120,7 @@ def command(
                 runs.claim(workdir, values, write=False)
                 if runs.has_checkpoint(workdir):
                     finetune.check_base(workdir, inputs.base)
+                    finetune.check_frozen(workdir, inputs.task.frozen)
                 report = rehearse(
                     inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
                     ignore_memory.value, source,
@@ -138,6 +139,7 @@ def command(
                     for name in _OF_CONFIG:  # These belong to the config that was replaced.
                         (workdir / name).unlink(missing_ok=True)
                 finetune.keep_base(workdir, inputs.base)
+                finetune.keep_frozen(workdir, inputs.task.frozen)
                 weights = values.get("unet", {}).get("weights", "")
                 keep_vocabulary(workdir, inputs, source.run if source else weights)
 
