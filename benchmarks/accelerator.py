@@ -1,18 +1,20 @@
-"""Measure what matters on an accelerator within a few minutes, the most valuable parts first.
+"""Measure what matters on an accelerator within a few minutes, the least known first.
 
     python -m benchmarks.accelerator --minutes=9 --out=measured
+    python -m benchmarks.accelerator --minutes=5 --out=measured --continue
     python -m benchmarks.accelerator --list
     python -m benchmarks.accelerator --only=emoji --minutes=5 --out=measured
     JAX_PLATFORMS=cpu python -m benchmarks.accelerator --rehearse --out=rehearsed
 
 Each part runs in a process of its own, with a time limit. A part that fails, hangs or runs out of
 memory does not stop the others, and a part that does not fit into the remaining minutes is left
-out. As soon as a part ends, its results are appended to OUT/results.jsonl and its output to
-OUT/log.txt. At the end, the command writes the table that it prints to OUT/table.md: measured
-rates, beside the rates that the planner expects and those that others have published.
+out and named. As soon as a part ends, its results are appended to OUT/results.jsonl and its output
+to OUT/log.txt. At the end, the command writes the table that it prints to OUT/table.md: measured
+rates, beside the rates that the planner expects and those that others have published. With
+--continue, parts that OUT/results.jsonl already holds are not run again.
 
-The part "emoji" trains configs/emoji64.py on data/emoji (see configs/emoji32.py) for the rest of
-the time, and writes the packed model to OUT/emoji64.tar. No file in OUT is larger than 16 MB.
+The part "emoji" trains configs/emoji64.py on the data that configs/emoji32.py describes, and writes
+the packed model to OUT/emoji64.tar. No file in OUT is larger than 16 MB.
 
 --rehearse runs every part with a tiny model, two parts at a time, to find mistakes on a CPU.
 """
@@ -50,6 +52,8 @@ _TINY_SD = (
     "--config.latents.image_size=64", "--config.unet.attention_impl=auto", *_TINY_STEPS,
 )  # fmt: skip
 
+_TINY_LATENCY = ("--tiny", "--size=64", "--steps=2", "--rounds=1", "--batches=1", "--dtype=float32")
+
 
 class Part(NamedTuple):
     """A command to run, with its time limit."""
@@ -67,65 +71,81 @@ class Part(NamedTuple):
     published: float | None = None
     """Samples/s per GPU that others have published for this model."""
     source: str = ""
-    """Where this rate is from."""
+    """Where this rate is from, with its batch, duration, determinism and power."""
 
 
 def _step(config: str, *flags: str) -> tuple[str, ...]:
     return ("benchmarks.train_step", f"--config=configs/{config}.py", "--profile", *flags)
 
 
-_BASE = _step("base64_500m", "--batch=64", "--steps=10")
-_BASE_BLOCK = (*_BASE, "--config.unet.num_res_blocks=1")
-_SD = _step("sd2_512_base", "--batch=32", "--steps=10")
-_SD_BLOCK = (*_SD, "--config.unet.num_res_blocks=1")
-_NEMO, _MLPERF = "NeMo, H100", "MLPerf, H200, the UNet alone"
-_CUDNN, _XLA = "--config.unet.attention_impl=cudnn", "--config.unet.attention_impl=xla"
+_FREE = "--config.deterministic=False"
+_CUDNN = "--config.unet.attention_impl=cudnn"
+_BLOCK = "--config.unet.num_res_blocks=1"
+_SD_32, _SD_64 = (_step("sd2_512_base", _CUDNN, f"--batch={n}") for n in (32, 64))
+_SD_BLOCK = (*_SD_32, _BLOCK, "--seconds=15")
+_BASE_BLOCK = _step("base64_500m", "--batch=64", _BLOCK, "--seconds=15")
+_NEMO = "NeMo 2024, H100, 64 per GPU, duration and power not stated"
+_HPE = "HPE, MLPerf v5.0, H200, 64 per GPU, steady over a run, not deterministic, fp16, UNet alone"
+_DELL = (
+    "Dell, MLPerf v5.0, H200, 32 per GPU, steady over a run, not deterministic, fp16, UNet alone"
+)
+_GRAPHS = "--xla_gpu_enable_command_buffer=+CONVOLUTION --xla_gpu_graph_min_graph_size=1"
+_KERNELS = ("benchmarks.kernels", "--batch=16", "--dtype=bfloat16", "--repeats=3")
+_TINY_KERNELS = ("--batch=1", "--size=8", "--width=64", "--repeats=1", "--group_s=0")
+
+
+def _flag(name: str, about: str, flags: str = "", *more: str) -> Part:
+    """Return a part that trains Stable Diffusion's blocks with these flags of XLA."""
+    variables = {"XLA_FLAGS": flags} if flags else {}
+    return Part(f"flag_{name}", f"sd2_512_base, one block per level, batch 32, {about}",
+                (*_SD_BLOCK, *more), 120, _TINY_SD, variables)  # fmt: skip
+
+
 PARTS = (
+    Part("sd2_64_free", "sd2_512_base on latents, batch 64, any kernel", (*_SD_64, _FREE), 240,
+         _TINY_SD, {}, 149.6, _HPE),
+    Part("sd2_64", "sd2_512_base on latents, batch 64", _SD_64, 240, _TINY_SD, {}, 149.6, _HPE),
+    Part("sr256_64", "sr256_600m, batch 64", _step("sr256_600m", "--batch=64"), 240, _TINY_SR, {},
+         170.8, _NEMO),
+    Part("sd2_32_free", "sd2_512_base on latents, batch 32, any kernel", (*_SD_32, _FREE), 240,
+         _TINY_SD, {}, 143.7, _DELL),
+    Part("sd2_32", "sd2_512_base on latents, batch 32", _SD_32, 240, _TINY_SD, {}, 143.7, _DELL),
+    Part("base64_largest", "base64_500m, the largest batch that the planner expects to fit",
+         _step("base64_500m", "--batch=0"), 240, _TINY_BASE, {}, 202.4, _NEMO),
+    _flag("none", "no further flags"),
+    _flag("graphs", "convolutions in command buffers", _GRAPHS),
+    _flag("l2", "L2 fetches of 128 bytes", "", "--l2_fetch=128"),
+    _flag("cublaslt", "matrix products by cuBLASLt", "--xla_gpu_enable_cublaslt=true"),
+    _flag("gemm_fusion", "matrix products fused by cuDNN", "--xla_gpu_cudnn_gemm_fusion_level=1"),
+    _flag("all", "all of these flags", f"{_GRAPHS} --xla_gpu_enable_cublaslt=true "
+          "--xla_gpu_cudnn_gemm_fusion_level=1", "--l2_fetch=128"),
+    Part("kernels_320", "every form of the operations of UNets, 320 channels at 64x64",
+         (*_KERNELS, "--size=64", "--width=320"), 120, _TINY_KERNELS),
+    Part("kernels_128", "the same for 128 channels at 128x128",
+         (*_KERNELS, "--size=128", "--width=128"), 120, _TINY_KERNELS),
+    Part("latency", "Stable Diffusion 2: seconds from tokens to pixels, batches 1, 4 and 16",
+         ("benchmarks.sd_latency", "--model=2", "--batches=1,4,16", "--rounds=5"), 240,
+         _TINY_LATENCY),
+    Part("latency_graphs", "the same with convolutions in command buffers, batch 1",
+         ("benchmarks.sd_latency", "--model=2", "--batches=1", "--rounds=5"), 120,
+         _TINY_LATENCY, {"XLA_FLAGS": _GRAPHS}),
+    Part("emoji", "five minutes of training configs/emoji64.py", ("benchmarks.emoji_training",),
+         300, ("--rehearse",)),
+    Part("resume", "base64_500m, one block per level, in bfloat16 with cuDNN's attention: "
+         "interrupted and uninterrupted runs compared bit for bit",
+         ("benchmarks.exact_resume", "--model=base64_500m", "--steps=60", "--both=False"), 300,
+         ("--tiny", "--steps=2")),
     Part("machine", "driver, devices, checks of all operations, speed of products and "
          "convolutions", ("diffusion_jax.doctor", "--json"), 120),
-    Part("base64_block", "base64_500m, one block per level, batch 64", _BASE_BLOCK, 150,
-         _TINY_BASE),
-    Part("base64", "base64_500m, batch 64", _BASE, 240, _TINY_BASE, {}, 202.4, _NEMO),
-    Part("base64_largest", "base64_500m, the largest batch that the planner expects to fit",
-         _step("base64_500m", "--batch=0", "--steps=5"), 240, _TINY_BASE, {}, 202.4, _NEMO),
-    Part("sd2_block_cudnn", "sd2_512_base on latents, one block per level, batch 32, cuDNN's "
-         "attention", (*_SD_BLOCK, _CUDNN), 150, _TINY_SD),
-    Part("sd2_block_xla", "the same with XLA's attention", (*_SD_BLOCK, _XLA), 150, _TINY_SD),
-    Part("sd2_cudnn", "sd2_512_base on latents, batch 32, cuDNN's attention", (*_SD, _CUDNN), 240,
-         _TINY_SD, {}, 149.6, _MLPERF),
-    Part("sd2_xla", "the same with XLA's attention", (*_SD, _XLA), 240, _TINY_SD, {}, 149.6,
-         _MLPERF),
-    Part("resume", "the quick start: interrupted and uninterrupted runs compared bit for bit; "
-         "pictures in batches of 1, 8 and 64", ("benchmarks.exact_resume",), 300,
-         ("--tiny", "--steps=2", "--pictures=2", "--both=False")),
-    Part("kernels", "every form of the operations of UNets",
-         ("benchmarks.kernels", "--batch=16", "--size=32", "--width=512", "--dtype=bfloat16",
-          "--repeats=3"), 120,
-         ("--batch=1", "--size=8", "--width=64", "--repeats=1", "--group_s=0")),
-    Part("kernels_128", "the same for 128 channels at 128x128",
-         ("benchmarks.kernels", "--batch=16", "--size=128", "--width=128", "--dtype=bfloat16",
-          "--repeats=3"), 120,
-         ("--batch=1", "--size=8", "--width=64", "--repeats=1", "--group_s=0")),
-    Part("latency", "Stable Diffusion 2: seconds from tokens to pixels, batches 1 and 4",
-         ("benchmarks.sd_latency", "--model=2", "--batches=1,4", "--rounds=3"), 240,
-         ("--tiny", "--size=64", "--steps=2", "--rounds=1", "--batches=1", "--dtype=float32")),
-    Part("base64_2b", "base64_2b, batch 16", _step("base64_2b", "--batch=16", "--steps=5"), 240,
+    Part("base64_graphs", "base64_500m, one block per level, batch 64, convolutions in command "
+         "buffers", _BASE_BLOCK, 120, _TINY_BASE, {"XLA_FLAGS": _GRAPHS}),
+    Part("base64_block", "the same without", _BASE_BLOCK, 120, _TINY_BASE),
+    Part("base64_2b", "base64_2b, batch 16", _step("base64_2b", "--batch=16", "--seconds=30"), 240,
          _TINY_BASE, {}, 61.9, _NEMO),
-    Part("sr256_600m", "sr256_600m, batch 16", _step("sr256_600m", "--batch=16", "--steps=5"), 240,
-         _TINY_SR, {}, 170.8, _NEMO),
-    Part("sr1024_600m", "sr1024_600m on crops of 256, batch 16",
-         _step("sr1024_600m", "--batch=16", "--steps=5"), 240,
-         _TINY_SR, {}, 181.6, _NEMO),
-    Part("sr256_400m", "sr256_400m, batch 8", _step("sr256_400m", "--batch=8", "--steps=5"), 240,
-         (*_TINY_BASE, "--config.unet.image_size=32"), {}, 50.7, _NEMO),
-    Part("command_buffers", "base64_block with convolutions in CUDA graphs", _BASE_BLOCK, 150,
-         _TINY_BASE, {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+CONVOLUTION"}),
-    Part("o1", "base64_block with JAX_OPTIMIZATION_LEVEL=O1", _BASE_BLOCK, 150, _TINY_BASE,
-         {"JAX_OPTIMIZATION_LEVEL": "O1"}),
-    Part("not_deterministic", "base64_block with kernels whose results vary between calls",
-         (*_BASE_BLOCK, "--config.deterministic=False"), 150, _TINY_BASE),
-    Part("emoji", "a training of configs/emoji64.py for the rest of the time",
-         ("benchmarks.emoji_training",), 3600, ("--rehearse",)),
+    Part("sr1024_600m", "sr1024_600m on crops of 256, batch 64",
+         _step("sr1024_600m", "--batch=64", "--seconds=30"), 240, _TINY_SR, {}, 181.6, _NEMO),
+    Part("sr256_400m", "sr256_400m, batch 8", _step("sr256_400m", "--batch=8", "--seconds=30"),
+         240, (*_TINY_BASE, "--config.unet.image_size=32"), {}, 50.7, _NEMO),
 )  # fmt: skip
 
 
@@ -141,6 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--out", type=pathlib.Path, help="folder for the results; created if needed")
     add("--only", type=split, default=names, help="names of parts to run; default: all")
     add("--list", action="store_true", help="print the parts and exit")
+    add(
+        "--continue",
+        dest="continued",
+        action="store_true",
+        help="leave out the parts that --out already holds results of",
+    )
     add("--rehearse", action="store_true", help="run every part with a tiny model")
     add("--compilation_cache", type=pathlib.Path, help="folder for compiled programs")
     options = parser.parse_args(arguments)
@@ -153,16 +179,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is None:
         parser.error("--out is missing: name a folder for the results")
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if part.name in options.only]
+    earlier = _earlier(options.out / "results.jsonl") if options.continued else []
+    done = {row["part"] for row in earlier}
+    parts = [part for part in PARTS if part.name in options.only and part.name not in done]
     end, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
     with concurrent.futures.ThreadPoolExecutor(2 if options.rehearse else 1) as pool:
         results = list(pool.map(lambda part: _run(part, options, end, lock), parts))
-    table = _table(results)
+    table = _table([*earlier, *results])
     (options.out / "table.md").write_text(table)
     print(table, flush=True)
-    failed = [row["part"] for row in results if row["status"] == "failed"]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}; {options.out / 'log.txt'} has their output")
+    named = lambda status: ", ".join(row["part"] for row in results if row["status"] == status)
+    if left_out := named("left out"):
+        print(f"left out: {left_out}; to run them, add --continue")
+    if failed := named("failed"):
+        sys.exit(f"failed: {failed}; {options.out / 'log.txt'} has their output")
+
+
+def _earlier(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the rows of completed parts in a file of results."""
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [row for row in rows if row["status"] == "done"]
 
 
 def _run(
@@ -266,9 +302,10 @@ def _machine(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _rates(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "| part | batch | samples/s | planned | published | TFLOP/s | MFU | peak GiB | planned GiB "
-        "| compilation, s | status |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| part | batch | deterministic | seconds | samples/s, first 100 steps "
+        "| samples/s, last 100 | watts | planned | published | TFLOP/s | MFU | peak GiB "
+        "| planned GiB | compilation, s | status |",
+        "|" + "---|" * 15,
     ]
     number = lambda value, digits=1: "" if value is None else f"{value:,.{digits}f}"
     percent = lambda value: "" if value is None else f"{100 * value:.1f} %"
@@ -276,17 +313,16 @@ def _rates(results: Sequence[Mapping[str, Any]]) -> list[str]:
         measured = [v for v in row["results"] if "samples_per_second" in v]
         for v in measured or [None] * (row["status"] != "done"):
             published = f"{row['published']} ({row['source']})" if row["published"] else ""
-            figures = [""] * 8
+            figures = [*[""] * 7, published, *[""] * 5]
             if v:
                 planned = v["planned"] or {}
                 figures = [
-                    str(v["batch"]), number(v["samples_per_second"]),
-                    number(planned.get("samples_per_second")), published, number(v["tflops"]),
-                    percent(v["mfu"]), number(v["peak_memory_gib"]),
+                    str(v["batch"]), "yes" if v["deterministic"] else "no", number(v["seconds"], 0),
+                    number(v["first_samples_per_second"]), number(v["samples_per_second"]),
+                    number(v.get("watts"), 0), number(planned.get("samples_per_second")), published,
+                    number(v["tflops"]), percent(v["mfu"]), number(v["peak_memory_gib"]),
                     number(planned.get("memory_gib")), number(v["compile_s"]),
                 ]  # fmt: skip
-            else:
-                figures = ["", "", "", published, "", "", "", "", ""]
             lines.append(f"| {row['part']} | {' | '.join(figures)} | {row['status']} |")
     return lines
 

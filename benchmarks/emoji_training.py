@@ -21,6 +21,7 @@ from absl import app, flags
 
 from benchmarks import measure
 from configs import emoji64
+from diffusion_jax import cli
 from diffusion_jax.logs import run_log
 
 _MINUTES = flags.DEFINE_float("minutes", 5.0, "Minutes until the command must have ended.")
@@ -89,4 +90,4 @@ def _run(module: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run_with_arguments(main)

@@ -1,6 +1,8 @@
 """Rank implementations of the models' operations by their speed on the current device.
 
     python -m benchmarks.kernels --batch=16 --size=64 --width=320 --dtype=bfloat16
+    python -m benchmarks.kernels --batch=16 --size=64 --width=320 --dtype=bfloat16 \\
+        --compile_for=h100
 
 For each form of an operation, the command compiles a program that computes the operation and its
 gradients, on GPUs with deterministic kernels only, as in training. It calls the program many times
@@ -9,6 +11,10 @@ program's temporary memory in MiB. "(ours)" marks the form that the models use o
 last column is the largest difference from the first form, in the output or a gradient, divided by
 the largest value. A form that fails, for example because a kernel does not support the device, gets
 a row with its error. If a form fails or is wrong, the exit code is 1.
+
+With --compile_for, nothing runs: XLA compiles each form for a GPU that this machine lacks (see
+launch/planner/gpu.py). The columns are then the program's temporary memory, the bytes that its
+instructions read and write, and the number of its copies and transpositions.
 """
 
 import functools
@@ -23,10 +29,13 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from benchmarks import measure
+from benchmarks import group_norm_kernel, measure
 from diffusion_jax import cli
+from diffusion_jax.devices import sharding
 from diffusion_jax.nn import attention, ops
 from diffusion_jax.train import autotuning, optimizer
+from launch import accelerators
+from launch.planner import compiling, gpu, hlo
 
 flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)
@@ -39,8 +48,12 @@ _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed groups of calls.", lower_bo
 _GROUP_S = flags.DEFINE_float(
     "group_s", 0.1, "Seconds that a group of calls should take.", lower_bound=0.0
 )
+_COMPILE_FOR = flags.DEFINE_enum(
+    "compile_for", None, [*gpu.DEVICES], "Compile for this GPU instead of measuring."
+)
 _NHWC = ("NHWC", "HWIO", "NHWC")
 _HEAD_DIM = 64
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota"}
 _TEXT_TOKENS = 128  # Tokens of text after the image's, of which a mask hides half.
 
 
@@ -51,6 +64,11 @@ def main() -> None:
             f"--width={_WIDTH.value} --size={_SIZE.value}: give a width that is a multiple of 64, "
             "and an even size", 2,
         )  # fmt: skip
+    if _COMPILE_FOR.value:
+        compiling.prepare(1, "gpu")
+        cli.start(alone=True)
+        _compile_all(_COMPILE_FOR.value)
+        return
     cli.start()
     measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
     measure.say("| operation | form | us | temporary MiB | difference |\n|---|---|---|---|---|")
@@ -72,6 +90,45 @@ def main() -> None:
         measure.say(f"| AdamW and one average, 4 M parameters | {form} | {1e6 * seconds:.1f} | | |")
     if bad:
         sys.exit(f"failed or wrong: {'; '.join(bad)}")
+
+
+def _compile_all(kind: str) -> None:
+    """Compile all forms for a GPU of this kind, and print the table."""
+    target = accelerators.parse(f"{kind}:1")
+    with cli.bad_input():
+        if missing := gpu.missing(target):
+            raise ValueError(missing)
+        (device,) = gpu.devices(target)
+    mesh = jax.sharding.Mesh(np.array([[[device]]]), sharding.AXES)
+    measure.say(f"compiled for {kind}, jax {jax.__version__}, {_DTYPE.value}")
+    measure.say("| operation | form | temporary MiB | MB moved | copies |\n|---|---|---|---|---|")
+    for name, (forms, arguments) in sharding.ambient(mesh, _operations)().items():
+        for form, function in forms.items():
+            step, arrays = _with_gradients(sharding.ambient(mesh, function), arguments)
+            place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in arrays]
+            compiled: Any = autotuning.compile_step(step.lower(*shapes), {})
+            moved, copies = traffic(compiled.as_text())
+            temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+            measure.say(f"| {name} | {form} | {temporary:.1f} | {moved / 1e6:.0f} | {copies} |")
+
+
+def traffic(text: str) -> tuple[int, int]:
+    """Count the bytes that a compiled program's instructions read and write, and its copies.
+
+    Each instruction reads its operands and writes its result once. Returns (bytes, instructions
+    that only copy or transpose).
+    """
+    program, moved, copies = hlo.read(text), 0, 0
+    for name, instructions in program.computations.items():
+        sizes = {i.name: hlo.num_bytes(i.shape) for i in instructions}
+        for i in instructions if name == program.entry else ():
+            if i.opcode in _FREE:
+                continue
+            moved += sizes[i.name] + sum(sizes.get(operand, 0) for operand in set(i.operands))
+            kinds = {inner.opcode for inner in program.inside(i)} - _FREE
+            copies += kinds <= {"copy", "transpose", "copy-start", "copy-done"}
+    return moved, copies
 
 
 def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
@@ -97,12 +154,39 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
             (x, kernel),
         ),
         "gated MLP, product of C and 8 C channels": (
-            _ours({"one product": not gpu, "two products": gpu}, _one_product, _two_products),
+            _ours(
+                {"one product": not gpu, "two products": False, "two products, own gradient": gpu},
+                _one_product,
+                _two_products,
+                _own_gradient,
+            ),
             gated,
         ),
+        "product of C and 4 C channels, with bias": (
+            _ours(
+                {
+                    "bias summed apart": not tpu,
+                    "row of the kernel's gradient": tpu,
+                    "row of the kernel's gradient, padded": False,
+                },
+                _biased,
+                ops._linear,
+                _biased_row,
+            ),
+            (gated[0], gated[1][:, : 4 * c], gated[2][: 4 * c]),
+        ),
         "group norm, scale and shift, SiLU": (
-            _ours({"differentiated": False, "own gradient": True}, _plain_norm, _own_norm),
+            _ours({"differentiated": False, "own gradient": True}, _plain_norm, _own_norm)
+            | ({"Pallas": _pallas_norm} if gpu else {}),
             (x, vector, vector, rows, rows),
+        ),
+        "convolution 3x3, C to C channels": (
+            _ours({"kernel HWIO": True}, _conv),
+            (x, _normal(3, 3, c, c) / (3 * c**0.5)),
+        ),
+        "the same with the other order of the kernel": (
+            _ours({"kernel OHWI": False}, _conv_ohwi),
+            (x, _normal(c, 3, 3, c) / (3 * c**0.5)),
         ),
         "convolution 3x3, 3 to many channels": (
             _ours({"plain": True, "padded to 8": False}, _conv, _padded_input),
@@ -161,14 +245,19 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
     Returns (seconds per call, temporary bytes, (value, gradients)). The value is the sum of the
     function's output times random numbers.
     """
-    cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
-    loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
-    step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
-    arguments = (cotangent, *arguments)
+    step, arguments = _with_gradients(function, arguments)
     options = autotuning.deterministic_options(True)
     compiled = autotuning.compile_step(step.lower(*arguments), options)
     memory: Any = compiled.memory_analysis()
     return _seconds(compiled, *arguments), memory.temp_size_in_bytes, compiled(*arguments)
+
+
+def _with_gradients(function: Callable, arguments: tuple) -> tuple[Any, tuple]:
+    """Return the jitted value and gradients of a function, and the arguments of the program."""
+    cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
+    loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
+    step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
+    return step, (cotangent, *arguments)
 
 
 def _updates() -> dict[str, float]:
@@ -265,6 +354,15 @@ def _two_products(x, kernel, bias):
     return value * jax.nn.gelu(gate, approximate=False)
 
 
+def _own_gradient(x, kernel, bias):
+    products = (ops.tensordot(x, half) for half in jnp.split(kernel, 2, 1))
+    return ops._gated(*products, *jnp.split(bias, 2))
+
+
+def _biased(x, kernel, bias):
+    return ops.add_broadcast(ops.tensordot(x, kernel), bias)
+
+
 def _own_norm(x, weight, bias, scale, shift):
     return ops.group_norm(x, weight, bias, scale, shift, silu=True)
 
@@ -277,6 +375,40 @@ def _plain_norm(x, weight, bias, scale, shift):
     normal = ((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape)
     out = (normal * weight + bias) * (1 + scale[:, None, None]) + shift[:, None, None]
     return jax.nn.silu(out.astype(x.dtype))
+
+
+@jax.custom_vjp
+def _biased_row(x, kernel, bias):
+    return _biased(x, kernel, bias)
+
+
+def _biased_row_backward(residuals, gradient):
+    # As in ops.linear on TPUs, but with eight further channels, so that rows stay aligned.
+    x, kernel = residuals
+    ones = jnp.zeros((*x.shape[:-1], 8), x.dtype).at[..., 0].set(1)
+    axes = tuple(range(x.ndim - 1))
+    d_both = jax.lax.dot_general(
+        jnp.concatenate([x, ones], axis=-1),
+        gradient,
+        ((axes, axes), ((), ())),
+        preferred_element_type=jnp.float32,
+    )  # [C + 8, D]
+    c = x.shape[-1]
+    return ops.tensordot(gradient, kernel.T), d_both[:c].astype(kernel.dtype), d_both[c]
+
+
+_biased_row.defvjp(lambda x, kernel, bias: (_biased(x, kernel, bias), (x, kernel)),
+                   _biased_row_backward)  # fmt: skip
+
+
+def _pallas_norm(x, weight, bias, scale, shift):
+    factor, offset = weight * (1 + scale), bias * (1 + scale) + shift  # [B, C]
+    return group_norm_kernel.group_norm(x, factor, offset)
+
+
+def _conv_ohwi(x, kernel):
+    layout = ("NHWC", "OHWI", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
 
 
 def _conv(x, kernel):

@@ -1,14 +1,20 @@
 """Timing, output and the description of the machine, shared by the benchmarks."""
 
+import contextlib
+import ctypes
 import importlib
+import importlib.util
+import itertools
 import json
 import pathlib
 import re
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -44,6 +50,64 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[float]:
     """Return the seconds of each of `count` calls, made after `warmup` untimed calls."""
     return [timed(work)[1] for _ in range(warmup + count)][warmup:]
+
+
+def in_flight(work: Callable[[], object], steps: int, seconds: float) -> list[float]:
+    """Return the seconds between the ends of consecutive calls, of which two are always in flight.
+
+    A call is made before the previous one has ended, as in training, so the device does not wait
+    for the host. Times `steps` calls, or, with `steps` 0, calls until `seconds` have passed.
+    """
+    running = work()
+    jax.block_until_ready(running)
+    ends = [time.perf_counter()]
+    running = work()
+    while len(ends) <= steps if steps else len(ends) < 3 or ends[-1] - ends[0] < seconds:
+        following = work()
+        jax.block_until_ready(running)
+        ends.append(time.perf_counter())
+        running = following
+    jax.block_until_ready(running)
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+@contextlib.contextmanager
+def gpu_power() -> Iterator[dict[str, float]]:
+    """Read the power and the clock of the first GPU twice a second, while the context is open.
+
+    Yields a dict. On exit, it receives "watts" and "mhz": the medians of the second half of the
+    readings. Without nvidia-smi, it stays empty.
+    """
+    command = ["nvidia-smi", "--id=0", "--query-gpu=power.draw,clocks.sm", "--loop-ms=500",
+               "--format=csv,noheader,nounits"]  # fmt: skip
+    medians: dict[str, float] = {}
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        yield medians
+        return
+    try:
+        yield medians
+    finally:
+        process.terminate()
+        lines = [line.split(",") for line in process.communicate()[0].splitlines()]
+        rows = [(float(watts), float(mhz)) for watts, mhz in lines[len(lines) // 2 :]]
+        if rows:
+            watts, mhz = map(statistics.median, zip(*rows, strict=True))
+            medians.update(watts=watts, mhz=mhz)
+
+
+def set_l2_fetch(size: int) -> int:
+    """Ask CUDA to fetch `size` bytes (32, 64 or 128) at once into a GPU's L2 cache.
+
+    Returns the size that CUDA then reports. Call it after JAX has started. Raises OSError if CUDA's
+    runtime library cannot be loaded.
+    """
+    version = 12 if importlib.util.find_spec("jax_plugins.xla_cuda12") else 13
+    runtime, granularity, reported = ctypes.CDLL(f"libcudart.so.{version}"), 5, ctypes.c_size_t()
+    runtime.cudaDeviceSetLimit(granularity, ctypes.c_size_t(size))
+    runtime.cudaDeviceGetLimit(ctypes.byref(reported), granularity)
+    return reported.value
 
 
 def gpu_kernels(work: Callable[[], object], calls: int = 3, longest: int = 40) -> dict[str, Any]:

@@ -20,8 +20,19 @@ INPUTS = ("cached", "moments", "images")
 """Inputs of a latent diffusion step. "cached": latent moments and text embeddings, so the step runs
 only the UNet. "moments": latent moments and texts, so the step also runs the text encoder.
 "images": images and texts, so the step runs the text encoder and the autoencoder too."""
-STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
-WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
+_STEPS = flags.DEFINE_integer(
+    "steps", 0, "Timed steps; 0: as many as fit into --seconds.", lower_bound=0
+)
+_SECONDS = flags.DEFINE_float(
+    "seconds", 60.0, "Time for the timed steps. A GPU slows down within the first ones, as it "
+    "reaches its limits of power and temperature.", lower_bound=0.0,
+)  # fmt: skip
+_L2_FETCH = flags.DEFINE_integer(
+    "l2_fetch", 0, "On GPUs, bytes that are fetched at once into the L2 cache: 32, 64 or 128; 0: "
+    "CUDA's default.",
+)  # fmt: skip
+_HUNDRED = 100
+_WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
 _PROFILE = flags.DEFINE_bool(
     "profile", False, "On GPUs, also profile three steps: which kernels take how long."
 )
@@ -47,11 +58,23 @@ class Timing(NamedTuple):
     --profile."""
     passes: int = 1
     """The number of passes of a step."""
+    gpu: Mapping[str, float] = {}
+    """Of a GPU: "watts" and "mhz" while the steps ran (see `measure.gpu_power`), and with
+    --l2_fetch "l2_fetch", as CUDA reports it."""
+
+    @property
+    def first(self) -> float:
+        """Seconds of the median of the first hundred steps, or of the first half if fewer ran."""
+        return statistics.median(self.seconds[: self._part])
 
     @property
     def median(self) -> float:
-        """Seconds of the median step."""
-        return statistics.median(self.seconds)
+        """Seconds of the median of the last hundred steps, or of the last half if fewer ran."""
+        return statistics.median(self.seconds[-self._part :])
+
+    @property
+    def _part(self) -> int:
+        return min(_HUNDRED, -(-len(self.seconds) // 2))
 
     def utilization(self, devices: int) -> float | None:
         """Return the achieved share of the devices' peak FLOP/s, or None if the peak is unknown."""
@@ -104,11 +127,17 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
         state, metrics = compiled(state, frozen, batch, key)
         return metrics
 
-    seconds = measure.rounds(train, STEPS.value, WARMUP.value)
+    for _ in range(_WARMUP.value):
+        jax.block_until_ready(train())
+    reported = {"l2_fetch": measure.set_l2_fetch(_L2_FETCH.value)} if _L2_FETCH.value else {}
+    with measure.gpu_power() as power:
+        seconds = measure.in_flight(train, _STEPS.value, _SECONDS.value)
     kernels = measure.gpu_kernels(train) if _PROFILE.value else None
     work = float(flops.count(traced.jaxpr.jaxpr))
     loss = float(metrics["loss"])
-    return Timing(seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes)
+    return Timing(
+        seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes, power | reported
+    )
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:

@@ -9,8 +9,11 @@ CLIP. With "images", it reads images and texts, and also runs CLIP and the VAE. 
 random.
 
 The command prints one line of JSON:
-- samples_per_second: the batch size divided by the median step time after the warm-up. As in
-  training, a step's input state is donated, so that the new state can use its memory.
+- samples_per_second: the batch size divided by the median time of the last hundred steps, or of the
+  last half if fewer ran; first_samples_per_second is the same for the first steps. Steps are timed
+  for --seconds. As in training, a step starts before the previous one has ended, and its input
+  state is donated, so that the new state can use its memory.
+- watts, mhz: the power and the clock of the first GPU during the second half of the steps.
 - tflops: TFLOP/s, with FLOPs counted by diffusion_jax/devices/flops.py, including recomputation.
 - known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
@@ -92,6 +95,10 @@ def main() -> None:
         "batch": batch,
         "inputs": inputs,
         "samples_per_second": batch / timing.median,
+        "first_samples_per_second": batch / timing.first,
+        "steps": len(timing.seconds),
+        "seconds": sum(timing.seconds),
+        "deterministic": model.run.deterministic,
         "step_ms": 1e3 * timing.median,
         "step_ms_min_max": [1e3 * min(timing.seconds), 1e3 * max(timing.seconds)],
         "tflops": timing.flops / timing.median / 1e12,
@@ -105,6 +112,7 @@ def main() -> None:
         "micro_batches": timing.passes,
         "devices": mesh.size,
         **measure.machine(),
+        **timing.gpu,
         "loss": timing.loss,
         "kernels": timing.kernels,
     })  # fmt: skip

@@ -16,7 +16,8 @@ the parameters of a new run. evaluate, sample and heldout accept the folder of t
 In the report, "error" is the error of the average's profile (the weight that it gives to each
 step), relative to the norm of the profile. The relative error of the averaged parameters is about a
 hundred times smaller. "rounding factor" is the factor by which the rounding errors of the snapshots
-grow in the computed average. This factor is large for widths far below the stored ones.
+grow in the computed average. This factor is large for widths far below the stored ones. An average
+that --continue_from added starts at the weights of that step, so its error is also large at first.
 """
 
 import contextlib
@@ -55,11 +56,9 @@ def describe(workdir: str, step: int | None = None) -> str:
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
         ("at step", f"{at:,}, computed from the {len(sources)} averages stored up to this step:"),
     ]
-    steps, widths = zip(
-        *((s, power_averages.width_of(n) or 0.0) for s, _, n in sources), strict=True
-    )
+    widths = (power_averages.width_of(name) or 0.0 for *_, name in sources)
     for width in sorted({*_TABLE, *widths}):
-        counts, error = power_averages.combination(steps, widths, at, width)
+        counts, error = restore.combination(root, sources, at, width)
         times = float(np.linalg.norm(counts))
         rows.append((f"width {width:g}", f"error {100 * error:.2g} %, rounding factor {times:.2g}"))
     return progress.block(rows)

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from logging import ERROR, WARNING, LogRecord
+from logging import ERROR, WARNING, Formatter, LogRecord
 from typing import Any, NoReturn
 
 import jax
@@ -116,6 +116,8 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
                 flags.FLAGS["config"].help += _fields_in_help(argv)
             try:
                 return flags.FLAGS(argv)
+            except SystemExit as ended:  # After --help, absl's code is 1.
+                sys.exit(0 if _HELP & set(argv) else ended.code)
             except flags.Error as error:
                 raise flags.Error(_in_words(str(error))) from error
             except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
@@ -146,7 +148,11 @@ def interruptible() -> Iterator[None]:
 
 
 def _in_words(message: str) -> str:
-    """Replace Python's wording for an invalid number in an error message about a flag."""
+    """Replace the wording of Python and absl for an invalid number and for missing flags."""
+    if missing := re.findall(r"flag --(\w+)=None: Flag .* other than None\.", message):
+        abouts = {name: flags.FLAGS[name].help.strip(".").replace("\n", " ") for name in missing}
+        named = (f"--{name} is missing: {a[0].lower()}{a[1:]}" for name, a in abouts.items())
+        return "; ".join(named)
     message = re.sub(
         r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
     )
@@ -288,15 +294,18 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
     return f"unknown config field {path}: {meant}{group or 'the config'} has {listed}"
 
 
-class _Printable(logging.PythonFormatter):
-    """A log formatter like absl's that removes control characters, such as those in captions.
+class _Printable(Formatter):
+    """A log formatter that shows the time, and the level if it is a warning or an error.
 
-    It also leaves out tracebacks, because libraries also raise the errors that they log.
+    It removes control characters, such as those in captions. It leaves out tracebacks, because
+    libraries also raise the errors that they log.
     """
 
     def format(self, record: LogRecord) -> str:
         record.exc_info = record.exc_text = None
-        return untrusted.printable(super().format(record))
+        level = f"{record.levelname.lower()}: " if record.levelno >= WARNING else ""
+        line = f"{self.formatTime(record, '%m-%d %H:%M:%S')} {level}{record.getMessage()}"
+        return untrusted.printable(line)
 
 
 def _unraisable(hook_args: Any) -> None:

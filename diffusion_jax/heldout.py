@@ -143,6 +143,64 @@ def _named(means: Float[np.ndarray, "2 L"], sigmas: Float[np.ndarray, "L"]) -> d
     return named
 
 
+class OpenedRun(NamedTuple):
+    """A checkpoint of a run, with all that is needed to compute its losses."""
+
+    s: Any
+    """The settings of the run."""
+    inputs: Any
+    """The loop.RunInputs of the run. The threads of its batches have ended."""
+    mesh: Mesh
+    frozen: Any
+    folder: Any
+    """The folder of the checkpoints."""
+    step: int
+
+    def scorer(self, records: HeldOutRecords) -> Callable[[Params], dict[str, float]]:
+        """Return a function that maps parameters to their losses on `records`."""
+        ways = sharding.batch_ways(self.mesh)
+        rows = (self.s.optimizer.micro_batch or -(-self.s.run.batch_size // ways)) * ways
+        return make_scorer(self.inputs.task, self.frozen, self.mesh, records, rows)
+
+    def params(self, name: str) -> Params:
+        """Load the raw parameters or an average onto the devices. See restore.load_params."""
+        task = self.inputs.task
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
+        placed = sharding.placed(shapes, sharding.shardings(shapes, self.mesh, task.rules))
+        return restore.load_params(self.folder, placed, name, self.step)
+
+
+def open_run(
+    workdir: pathlib.Path,
+    step: int | None = None,
+    share: float | None = None,
+    records: int | None = None,
+    base: str | None = None,
+) -> OpenedRun:
+    """Open a run; see `measure_run` for the arguments and errors."""
+    config = runs.load(workdir)
+    if base is not None:
+        config["unet"] |= {"weights": base}
+    system = systems.find(config["system"])
+    s = systems.read(config, config["system"])
+    if not hasattr(s, "heldout"):
+        raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
+    finetune.check_wanted(base, s)
+    s = s._replace(
+        data=s.data._replace(heldout=s.data.heldout if share is None else share),
+        heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
+        run=s.run._replace(sample_every=0),
+    )
+    mesh = sharding.make_mesh()
+    inputs = importlib.import_module(system.command).prepare(s, mesh)
+    inputs.batches.close()
+    finetune.check_base(workdir, inputs.base)
+    frozen = sharding.place_all(inputs.task.frozen, mesh, inputs.task.rules)
+    folder = restore.absolute(workdir) / runs.CHECKPOINTS
+    step = restore.newest_sound(folder) if step is None else step
+    return OpenedRun(s, inputs, mesh, frozen, folder, step)
+
+
 def measure_run(
     workdir: pathlib.Path,
     step: int | None = None,
@@ -168,47 +226,22 @@ def measure_run(
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """
-    config = runs.load(workdir)
-    if base is not None:
-        config["unet"] |= {"weights": base}
-    system = systems.find(config["system"])
-    s = systems.read(config, config["system"])
-    if not hasattr(s, "heldout"):
-        raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
-    if not (share or s.data.heldout):
+    if not (share or runs.load(workdir)["data"].get("heldout")):
         raise ValueError(
             f"{workdir} has no held-out records: give the share of its data to measure on, such as "
             "--share=0.01"
         )
-    finetune.check_wanted(base, s)
-    s = s._replace(
-        data=s.data._replace(heldout=s.data.heldout if share is None else share),
-        heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
-        run=s.run._replace(sample_every=0),
-    )
-    mesh = sharding.make_mesh()
-    inputs = importlib.import_module(system.command).prepare(s, mesh)
-    task = inputs.task
-    with inputs.batches:
-        opened = open_records(s.heldout, inputs.batches, task.measure)
-    assert opened is not None
-    finetune.check_base(workdir, inputs.base)
+    opened = open_run(workdir, step, share, records, base)
+    held = open_records(opened.s.heldout, opened.inputs.batches, opened.inputs.task.measure)
+    assert held is not None
     if sigmas:
-        opened = opened._replace(sigmas=np.asarray(sigmas, np.float32))
-    frozen = sharding.place_all(task.frozen, mesh, task.rules)
-    ways = sharding.batch_ways(mesh)
-    rows = (s.optimizer.micro_batch or -(-s.run.batch_size // ways)) * ways
-    score = make_scorer(task, frozen, mesh, opened, rows)
-    folder = restore.absolute(workdir) / runs.CHECKPOINTS
-    step = restore.newest_sound(folder) if step is None else step
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
-    lines = []
-    for name in weights or ("raw", *restore.stored(folder / str(step))):
-        params = restore.load_params(folder, placed, name, step)
-        full_name = restore.name_of(folder / str(step), name)
+        held = held._replace(sigmas=np.asarray(sigmas, np.float32))
+    score, lines = opened.scorer(held), []
+    folder = opened.folder / str(opened.step)
+    for name in weights or ("raw", *restore.stored(folder)):
+        losses, full_name = score(opened.params(name)), restore.name_of(folder, name)
         label = name if name in ("raw", "ema") else restore.EMA + full_name
-        lines.append({"step": step, "weights": label, **score(params)})
+        lines.append({"step": opened.step, "weights": label, **losses})
         logging.info("%s: %s %.6g", workdir, label, lines[-1]["loss"])
     return lines
 

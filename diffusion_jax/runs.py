@@ -73,8 +73,13 @@ def claim(
             workdir, different,
         )  # fmt: skip
     elif write and path.exists():
-        begun = untrusted.parse_json(path.read_text()).get("version", 0)
-        if begun < versions.IMAGE_KEYS:
+        written = untrusted.parse_json(path.read_text())
+        version, old = written.get("version", 0), versions.upgrade(written)
+        later = settings_record.flat(load(workdir)).keys() - settings_record.flat(old).keys()
+        if later:
+            logging.info("%s was written by an earlier version: using defaults for %s", path,
+                         ", ".join(sorted(later)))  # fmt: skip
+        if version < versions.IMAGE_KEYS:
             logging.warning(
                 "%s was begun by an earlier version. From here on, the noise of each image comes "
                 "from its own key, so it is not what that version would have drawn", workdir,
@@ -173,17 +178,12 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
         written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
             raise ValueError(f"it holds a {type(written).__name__}, not a config")
-        old = versions.upgrade(written)
-        config = json.loads(json.dumps(systems.complete(old)))
+        config = json.loads(json.dumps(systems.complete(versions.upgrade(written))))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if config["system"] != (system or config["system"]):
         raise ValueError(
             f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "
             f"of {config['system'].partition('.')[0]}"
-        )
-    if later := sorted(settings_record.flat(config).keys() - settings_record.flat(old).keys()):
-        logging.info(
-            "%s was written by an earlier version: using defaults for %s", path, ", ".join(later)
         )
     return config

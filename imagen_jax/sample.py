@@ -29,7 +29,7 @@ from pure noise.
 The folder --out receives one PNG per image, sheet.png with all images and their captions, and
 metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
 --seed + n, and depends only on its seed, prompt and pictures. So --seed=5 --num_images=1 draws the
-sixth image of --seed=0.
+sixth image of --seed=0. An earlier drawing in the folder moves to FOLDER_1, FOLDER_2, and so on.
 """
 
 import pathlib

@@ -28,7 +28,7 @@ as the prompt says, with a second guidance scale: --guiding="pix2pix(image_scale
 The folder --out receives one PNG per image, sheet.png with all images and their prompts, and
 metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
 --seed + n, and depends only on its seed, prompts and picture. So --seed=5 --num_images=1 draws the
-sixth image of --seed=0.
+sixth image of --seed=0. An earlier drawing in the folder moves to FOLDER_1, FOLDER_2, and so on.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-    values, pictures = option_flags.values(_OPTIONS), _PICTURES(len(prompts))
+    values, pictures = option_flags.values(drawing.OPTIONS, _OPTIONS), _PICTURES(len(prompts))
     if pictures:
         values |= _size(pictures)
         settings.check_strength(_STRENGTH.value)

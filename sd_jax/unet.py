@@ -29,7 +29,7 @@ from diffusion_jax.nn.layers import (
     blocks_per_level,
     conv,
     dense,
-    dense_halves,
+    geglu,
     layer_norm,
     with_remat,
 )
@@ -217,10 +217,8 @@ class Transformer(nn.Module):
             normed = layer_norm(h, f"cross_norm_{i}", dtype=self.dtype)
             h = h + attend(name=f"cross_{i}")(normed, text)  # [B, HW, C]
             normed = layer_norm(h, f"ff_norm_{i}", dtype=self.dtype)
-            # Each is [B, HW, 4 C].
-            value, gate = dense_halves(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype)
-            gate = nn.gelu(gate, approximate=False)
-            h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)  # [B, HW, C]
+            gated = geglu(normed, 4 * c, f"ff_in_{i}", dtype=self.dtype)  # [B, HW, 4 C]
+            h = h + dense(gated, c, f"ff_out_{i}", dtype=self.dtype)  # [B, HW, C]
         return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)  # [B, H, W, C]
 
 

@@ -125,9 +125,9 @@ sample --prompts=D/none.txt | No such file or directory: 'D/none.txt'
 sample --prompts=D/empty | D/empty holds no prompts: add some
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
-sample --prompt=a --sampler=huen | sampler.name is 'huen': did you mean 'heun'?
-sample --prompt=a --steps=0 | sampler.steps is 0: it must be above 0
-sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to 1000
+sample --prompt=a --sampler=huen | --sampler is 'huen': did you mean 'heun'?
+sample --prompt=a --steps=0 | --steps is 0: it must be above 0
+sample --prompt=a --guidance=nan | --guidance is nan: it must be from 0 to 1000
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed', which cannot use embeddings from files

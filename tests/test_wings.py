@@ -23,6 +23,7 @@ IMPORTERS = {
     "diffusion_jax/evaluate/scorers.py",
     "diffusion_jax/metrics/__main__.py",
     "diffusion_jax/report.py",
+    "diffusion_jax/verdict.py",
     "launch/plan.py",
     "sd_jax/prepare.py",
     "sd_jax/rcp.py",

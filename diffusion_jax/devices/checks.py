@@ -49,12 +49,12 @@ def on(device: Any) -> list[dict[str, Any]]:
     A dict holds the name of the check ("check"), measurements, and a "verdict". Measurements are
     the relative "error", the milliseconds per call ("ms"), or "gb_per_s". The verdict is "right",
     "wrong" or "slow: ...", or "does not run: ..." if the operation fails. The last dicts come from
-    `upload` and from `collective`, which uses all local devices.
+    `outside_jit`, `upload` and `collective`, which uses all local devices.
     """
     rows = []
     for check in checks(device.platform):
         rows.append(_row(check, device, {row["check"]: row.get("ms") for row in rows}))
-    return [*rows, upload(device), *collective(jax.local_devices())]
+    return [*rows, *outside_jit(device), upload(device), *collective(jax.local_devices())]
 
 
 def checks(platform: str) -> list[Check]:
@@ -154,6 +154,31 @@ def _error(actual: Any, expected: Any) -> float:
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in wide]))
+
+
+def outside_jit(device: Any) -> list[dict[str, Any]]:
+    """Compare single operations, each called outside of jit, with NumPy. Return one dict for each.
+
+    On some GPUs, jax 0.11.0 and 0.11.1 return wrong numbers from such operations
+    (https://github.com/jax-ml/jax/issues/40633).
+    """
+    values = np.arange(1, 257, dtype=np.float32)
+    operations: dict[str, Callable[[Any, Any], Any]] = {
+        "addition": lambda np_, x: np_.ones(4, "float32") + 1,
+        "product": lambda np_, x: x * x,
+        "sum": lambda np_, x: x.sum(),
+        "cast": lambda np_, x: x.astype("int32") // 3,
+        "slice": lambda np_, x: x[3:200:7],
+        "matrix product": lambda np_, x: x.reshape(16, 16) @ np_.eye(16, dtype="float32"),
+    }
+    rows = []
+    with jax.default_device(device):
+        for name, run in operations.items():
+            right = np.array_equal(np.asarray(run(jnp, jnp.asarray(values))), run(np, values))
+            wrong = f"wrong: use another version of jax than {jax.__version__}"
+            verdict = "right" if right else wrong
+            rows.append({"check": f"{name}, outside of jit", "verdict": verdict})
+    return rows
 
 
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Drawing:
         return f"{len(self)} pictures of {self.images.shape[2]}x{self.images.shape[1]}"
 
     def _repr_png_(self) -> bytes:
-        return png(sheets.contact_sheet(self.images, list(self.prompts)))
+        return png(sheets.contact_sheet(self.images, sheets.labels(self.prompts)))
 
     def png(self, n: int) -> bytes:
         """Return picture n as the PNG file that `sample` would write."""

@@ -62,12 +62,15 @@ def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
     }
 
 
-def values(holders: Holders) -> dict[str, Any]:
-    """Return the values of the flags that `define` defined, keyed by option name."""
+def values(table: Options, holders: Holders) -> dict[str, Any]:
+    """Return the values of the flags that `define` defined, keyed by option name.
+
+    Raises ValueError if an option does not allow a value.
+    """
     of = {name: holder.value for name, holder in holders.items()}
-    return {
-        name: ",".join(value) if isinstance(value, list) else value for name, value in of.items()
-    }
+    joined = {name: ",".join(v) if isinstance(v, list) else v for name, v in of.items()}
+    options.read(table, joined, "--")
+    return joined
 
 
 def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str, Any]]:
@@ -76,10 +79,10 @@ def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str
     The dicts are keyed by option name.
 
     Raises:
-        ValueError: A flag has neither one value nor `num_stages` values.
+        ValueError: A flag has neither one value nor `num_stages` values, or a wrong value.
     """
     texts = {name: _one_or_more(table[name], holder.value) for name, holder in holders.items()}
-    return options.by_stage(texts, num_stages)
+    return _checked(table, options.by_stage(texts, num_stages))
 
 
 def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[str, Any]]]:
@@ -91,12 +94,12 @@ def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[
     adds a value to the axis.
 
     Raises:
-        ValueError: An option that cannot vary has several values, or a flag has neither one value
-            nor one per stage.
+        ValueError: An option that cannot vary has several values, or a flag has a wrong value, or
+            neither one value nor one per stage.
     """
     axes = {name: _axis(name, table[name], h.value, num_stages) for name, h in holders.items()}
     return [
-        options.by_stage(dict(zip(axes, point, strict=True)), num_stages)
+        _checked(table, options.by_stage(dict(zip(axes, point, strict=True)), num_stages))
         for point in itertools.product(*axes.values())
     ]
 
@@ -123,6 +126,12 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
             f"--{name} is given {len(texts)} times, but it cannot vary in a sweep: give it once"
         )
     return [_one_or_more(option, [text]) for text in texts] or [None]
+
+
+def _checked(table: Options, of_stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for of_stage in of_stages:
+        options.read(table, of_stage, "--")
+    return of_stages
 
 
 def _one_or_more(option: Option, texts: Sequence[str]) -> Any:

@@ -82,10 +82,11 @@ SHARED: Options = {
 """The options that all systems have. A system adds the options of its sampler."""
 
 
-def read(options: Options, values: Values) -> dict[str, Any]:
+def read(options: Options, values: Values, prefix: str = "") -> dict[str, Any]:
     """Return the values, converted to the types of their options and checked.
 
-    Text is parsed, and a path becomes text. Options whose value is None are left out.
+    Text is parsed, and a path becomes text. Options whose value is None are left out. Error
+    messages name an option with `prefix`, which is "--" for flags.
 
     Raises:
         ValueError: A name is unknown, or a value has another type or is out of range.
@@ -103,7 +104,7 @@ def read(options: Options, values: Values) -> dict[str, Any]:
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
             typed[name] = ranges.typed(value, option.hint)
             if typed[name] != option.default:
-                ranges.check_value(option.field or name, typed[name], option.hint)
+                ranges.check_value(prefix + name, typed[name], option.hint)
     return typed
 
 

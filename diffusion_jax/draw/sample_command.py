@@ -1,11 +1,13 @@
 """The sampling command of every system: draw prompts, and write the images and their metadata.
 
-The command writes a PNG file for each image, a contact sheet and metadata.jsonl. A system reads its
+The command writes a PNG file for each image, a contact sheet and metadata.jsonl. Before that, it
+moves an earlier drawing out of the folder, so that no picture is overwritten. A system reads its
 own flags and opens its models. This module handles prompts, seeds, progress and files, in the same
 way for all systems.
 """
 
 import contextlib
+import itertools
 import json
 import pathlib
 import tempfile
@@ -21,6 +23,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax import cli, files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.data import rows as table_rows
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import layouts, png_text, seeds
 from diffusion_jax.draw.input_pictures import InputPictures
@@ -33,6 +36,7 @@ from diffusion_jax.text import TextEncoder
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
 
 
+_INDEX = "metadata.jsonl"
 _SHOWN = 5  # The log shows the ignored parts of at most this many texts.
 
 
@@ -105,11 +109,13 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
                 return
             batches = inputs.batches(model, rows, numbers)
             out.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                _move_earlier(out)
         reported = progress.reported(
             batches, len(rows), "images", size=lambda batch: len(batch[-1])
         )
         _write(model, inputs, out, rows, numbers, reported, layout)
-        logging.info("wrote %d images, %s and metadata.jsonl to %s", len(rows), sheets.NAME, out)
+        logging.info("wrote %d images, %s and %s to %s", len(rows), sheets.NAME, _INDEX, out)
 
     cli.run(main, "write --prompt={!r}")
 
@@ -221,6 +227,28 @@ def _rehearse(
     return progress.block(rows)
 
 
+def _move_earlier(out: pathlib.Path) -> None:
+    """Move the drawing that a folder holds, if any, into the first of the folders OUT_1, OUT_2, ...
+
+    Raises ValueError if the folder holds a metadata.jsonl of other pictures.
+    """
+    index = out / _INDEX
+    if not index.is_file():
+        return
+    lines = [line for _, line in table_rows.read(index)]
+    if not all("seed" in line and "file_name" in line for line in lines):
+        raise ValueError(f"--out={out} holds a {_INDEX} of other pictures: name another folder")
+    names = [name for line in lines for name in (line["file_name"], *line.get("smaller", ()))]
+    numbered = (files.path(f"{out.absolute()}_{n}") for n in itertools.count(1))
+    earlier = next(folder for folder in numbered if not folder.exists())
+    earlier.mkdir()
+    for name in (*names, sheets.NAME, _INDEX):
+        if pathlib.PurePath(name).name == name and (out / name).is_file():
+            files.write_whole(earlier / name, (out / name).read_bytes())
+            (out / name).unlink()
+    logging.info("moved the %d earlier images in %s to %s", len(lines), out, earlier)
+
+
 def _write(
     model: Model, inputs: Inputs, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]], layout: layouts.Layout | None = None,
@@ -250,8 +278,10 @@ def _write(
         for name, text in layout.texts.items():
             files.write_whole(out / name, text)
         index = "".join(json.dumps(line) + "\n" for line in lines)
-        files.write_whole(out / "metadata.jsonl", index)
-        sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
+        files.write_whole(out / _INDEX, index)
+        sheet = sheets.contact_sheet(
+            np.stack(images), sheets.labels([line["text"] for line in lines])
+        )
         sheets.write_png(out / sheets.NAME, sheet)
 
 

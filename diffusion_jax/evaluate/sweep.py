@@ -212,10 +212,11 @@ def describe(row: ScoreRow) -> str:
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
-            parts.append(f"{metric.label} {float(row[name]):.4g}")
+            factor, unit = (100, " %") if metric.is_share else (1, "")
+            shown = lambda key, factor=factor: f"{factor * float(row[key]):.4g}"
+            parts.append(f"{metric.label} {shown(name)}{unit}")
             if f"{name}_low" in row:
-                low, high = float(row[f"{name}_low"]), float(row[f"{name}_high"])
-                parts[-1] += f" ({low:.4g} to {high:.4g})"
+                parts[-1] += f" ({shown(f'{name}_low')} to {shown(f'{name}_high')}{unit})"
     return "\n".join(parts)
 
 

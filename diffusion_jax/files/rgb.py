@@ -74,7 +74,8 @@ def to_mask(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
         opaque = np.asarray(flat)[alpha == 255]
-        if ((opaque > 15) & (opaque < 240)).any():
+        # Without transparent pixels, a grey is the soft edge of a brush.
+        if opaque.size < alpha.size and ((opaque > 15) & (opaque < 240)).any():
             raise ValueError(
                 "transparent parts and colours, which do not say what is masked: give a mask that "
                 "is black and white"

@@ -35,6 +35,11 @@ def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3
     return np.clip(np.round((images + 1) * 127.5), 0, 255).astype(np.uint8)
 
 
+def labels(prompts: Sequence[str]) -> list[str]:
+    """Return captions for the pictures of prompts, which say so if a prompt is empty."""
+    return [prompt.strip() or "(no prompt)" for prompt in prompts]
+
+
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
@@ -47,7 +52,8 @@ def contact_sheet(
     scale = max(1, round(_CELL / images.shape[2]))
     width, height = images.shape[2] * scale, images.shape[1] * scale
     fonts = [_font("".join(sorted(set(caption)))) for caption in captions]
-    lines = [_wrapped(*pair, width) for pair in zip(captions, fonts, strict=True)]
+    margin = _LETTERS // 2  # Between the captions of neighbours.
+    lines = [_wrapped(*pair, width - margin) for pair in zip(captions, fonts, strict=True)]
     text_height = _LINE * max(map(len, lines), default=0)
     rows = -(-len(images) // columns)
     size = (columns * (width + 4) + 4, rows * (height + text_height + 6) + 4)

@@ -253,14 +253,15 @@ def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
     ValueError if the file unpacks to far more than its size, or if `read_array` refuses an array.
     """
     check_archive(file)
-    arrays = {}
+    arrays = []
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if only and info.filename != f"{only}.npy":
                 continue
             with archive.open(info) as member:
-                arrays[info.filename.removesuffix(".npy")] = read_array(member, info.file_size)
-    return arrays
+                array = read_array(member, info.file_size)
+                arrays.append((info.filename.removesuffix(".npy"), array))
+    return once(arrays)
 
 
 def read_array(file: Any, size: int) -> np.ndarray:
@@ -312,13 +313,13 @@ def _limit(packed: int) -> int:
 def parse_json(content: bytes | str) -> Any:
     """Parse JSON. Raises ValueError if it is invalid, repeats a key, or is nested too deeply."""
     try:
-        return json.loads(content, object_pairs_hook=_once)
+        return json.loads(content, object_pairs_hook=once)
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError if a key occurs twice."""
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dictionary of pairs (key, value). Raises ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -22,11 +22,11 @@ from jaxtyping import UInt8
 from diffusion_jax import files
 from diffusion_jax.devices import tuning
 from diffusion_jax.files import remote, untrusted
+from diffusion_jax.files.manifest import MANIFEST, read_lineage, read_manifest
 from diffusion_jax.logs import events, goodput, weights_and_biases
 from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
-MANIFEST = "manifest.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -288,53 +288,6 @@ def manifest_entry(
     # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
     plain = lambda value: value.item() if isinstance(value, np.generic) else str(value)
     return json.loads(json.dumps(entry, default=plain))
-
-
-def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the entries of a run's manifest, or [] if there is no manifest.
-
-    If the file is damaged, log a warning and return [].
-    """
-    return _read_manifest(workdir)["runs"]
-
-
-def read_lineage(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return what a workdir continues, as {"run", "step", "fingerprint"}, or None for nothing.
-
-    If the other run continued a run as well, the key "continued_from" holds that lineage.
-    """
-    return _read_manifest(workdir).get("continued_from")
-
-
-def read_averages_from(workdir: str | os.PathLike[str]) -> int:
-    """Return the step at which the averages of a run began: 0, unless it added a LoRA later."""
-    return (read_lineage(workdir) or {}).get("averages_from", 0)
-
-
-def _entry(entry: Any) -> dict[str, Any]:
-    """Return an entry of a manifest. Raises an error if a value that `goodput` reads is missing."""
-    datetime.datetime.fromisoformat(entry["start"])
-    config = dict(entry["config"])
-    counts = [entry["first_step"], config.get("batch_size", 0)]
-    numbers = [*counts, *entry.get("seconds", {}).values()]
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in numbers):
-        raise ValueError("a time is not a number")
-    return {**entry, "config": config}
-
-
-def _read_manifest(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    path = files.path(workdir) / MANIFEST
-    if not path.exists():
-        return {"runs": []}
-    try:
-        content = untrusted.parse_json(path.read_bytes())
-        lineage = content.get("continued_from")
-        if lineage and not (type(lineage["run"]) is str and type(lineage["step"]) is int):
-            raise ValueError("continued_from does not name a run and a step")
-        return {**content, "runs": list(map(_entry, content["runs"]))}
-    except (AttributeError, ValueError, TypeError, KeyError) as error:
-        logging.warning("%s is damaged (%r): ignoring its entries", path, error)
-        return {"runs": []}
 
 
 def version(package: str) -> str | None:

@@ -57,6 +57,11 @@ class Metric(NamedTuple):
     by_name: bool = False
     """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
+    @property
+    def is_share(self) -> bool:
+        """Whether the score is a share of the pictures, which is shown in per cent."""
+        return self.features in ("right", "nearest")
+
 
 def _moments(stats: Stats) -> fid.ReferenceFeatures:
     # With fewer images than dimensions, features are more exact than moments.

@@ -101,11 +101,11 @@ def _download() -> pathlib.Path:
             if not _has_hashes(part):
                 raise ValueError(
                     f"the file from {URL} is not the public file: its hash differs. Try again, or "
-                    "download the file on another machine and set --weights=FILE"
+                    "download the file on another machine and name it (--weights=FILE in commands)"
                 )
     except OSError as error:
         raise FileNotFoundError(
             f"the FID Inception's weights could not be downloaded ({error}): download {URL} on "
-            "another machine and set --weights=FILE"
+            "another machine and name the file (--weights=FILE in commands)"
         ) from error
     return target

@@ -117,12 +117,15 @@ def dense(
     return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
 
-def dense_halves(
+def geglu(
     x: Float[Array, "*B C"], width: int, name: str, *, dtype: DTypeLike
-) -> tuple[Float[Array, "*B {width}//2"], Float[Array, "*B {width}//2"]]:
-    """Return both halves of a linear layer's output of `width` channels."""
-    layer = _Affine((x.shape[-1], width), uniform(x.shape[-1]), True, dtype, name=name)
-    return layer(x, ops.linear_halves)
+) -> Float[Array, "*B {width}"]:
+    """Apply a linear layer with 2 * width outputs, and gate its first half by the second.
+
+    The gate is an exact GELU (GEGLU, Shazeer 2020).
+    """
+    layer = _Affine((x.shape[-1], 2 * width), uniform(x.shape[-1]), True, dtype, name=name)
+    return layer(x, ops.geglu)
 
 
 class ToHeads(nn.Module):

@@ -128,22 +128,38 @@ def linear(
     return add_broadcast(tensordot(x, kernel), bias)
 
 
-def linear_halves(
+def geglu(
     x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"]
-) -> tuple[Float[Array, "*B D//2"], Float[Array, "*B D//2"]]:
-    """Return both halves of linear(x, kernel, bias).
+) -> Float[Array, "*B D//2"]:
+    """Compute value * gelu(gate), where value and gate are the halves of linear(x, kernel, bias).
 
     GPUs compute two products: after one product, the backward pass joins the gradients of the
-    halves in memory. Compiled for an H100, Stable Diffusion's transformer (320 channels at 64x64,
-    16 images) then moves 3,691 MB instead of 4,475, with 14 % more temporary memory. TPUs compute
-    one product, which needs 5 % fewer cycles.
+    halves in memory. For the backward pass, they store only the two products, and recompute the
+    rest: otherwise, XLA also stores gelu(gate) and its slope.
     """
     if platform() != "gpu":
-        first, second = jnp.split(linear(x, kernel, bias), 2, axis=-1)
-        return first, second
-    kernels, biases = jnp.split(kernel, 2, axis=1), jnp.split(bias, 2)
-    first, second = (linear(x, k, b) for k, b in zip(kernels, biases, strict=True))
-    return first, second
+        value, gate = jnp.split(linear(x, kernel, bias), 2, axis=-1)
+        return value * jax.nn.gelu(gate, approximate=False)
+    products = (tensordot(x, half) for half in jnp.split(kernel, 2, axis=1))
+    return _gated(*products, *jnp.split(bias, 2))
+
+
+def _plain_gated(value, gate, value_bias, gate_bias):
+    gate = jax.nn.gelu(add_broadcast(gate, gate_bias), approximate=False)
+    return add_broadcast(value, value_bias) * gate
+
+
+@jax.custom_vjp
+def _gated(value, gate, value_bias, gate_bias):
+    return _plain_gated(value, gate, value_bias, gate_bias)
+
+
+def _gated_backward(residuals, gradient):
+    # Without the barrier, the compiler would reuse values of the forward pass, and so store them.
+    return jax.vjp(_plain_gated, *jax.lax.optimization_barrier(residuals))[1](gradient)
+
+
+_gated.defvjp(lambda *arrays: (_plain_gated(*arrays), arrays), _gated_backward)
 
 
 @jax.custom_vjp

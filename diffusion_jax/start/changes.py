@@ -15,6 +15,7 @@ from diffusion_jax.config import shapes
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
+from diffusion_jax.data.split import hashed as hashed_keys
 from diffusion_jax.start.training_pictures import PictureSet
 from diffusion_jax.text import hashed
 from diffusion_jax.weights import pretrained
@@ -25,6 +26,7 @@ Changes = Mapping[str, tuple[Any, str]]
 A group that the base config lacks is a single entry, whose value is a dict of the group's fields.
 """
 _PROMPTS = 8
+_HELD_OUT = 8  # The smallest number of pictures to hold out.
 _MOST_CAPTIONS = 2_000  # Captions read to choose prompts.
 _MOST_WORDS = 64
 _MOST_THREADS = 16
@@ -43,6 +45,8 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
     data, report, c = photos.data, photos.report, full_config(base, {})
     changes = {f"data.{name}": (getattr(data, name), "")
                for name in ("source", "path", "text", "uncaptioned")}  # fmt: skip
+    if share := held_out(photos.records):
+        changes["data.heldout"] = (share, "Not trained on; diffusion_jax.verdict compares them.")
     changes["prompts"] = (prompts(photos.records), "")
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     changes["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
@@ -73,6 +77,18 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
     most = min(_MOST_WORDS, max(4, -(-longest // 4) * 4))
     rest = "" if longest <= most else "; the rest is cut off"
     return {**changes, "text.max_tokens": (most, f"Captions have up to {longest} words{rest}.")}
+
+
+def held_out(records: Records) -> float:
+    """Return the share of records to hold out: a tenth, or the share that gives at least eight.
+
+    Of fewer than 24 records, none is held out.
+    """
+    if len(records) < 3 * _HELD_OUT:
+        return 0.0
+    hashes = hashed_keys(records.keys(np.arange(min(len(records), _MOST_CAPTIONS))))
+    shares = (n / 100 for n in range(10, 100))
+    return next(share for share in shares if (hashes < share).sum() >= _HELD_OUT)
 
 
 def prompts(records: Records) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ QUESTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """Maps each flag to its subject and the meanings of its answers. The default comes first."""
 _TIMED = 32  # The smallest number of pictures whose reading takes longer than its start.
 _SLOW = 50  # Pictures read per second. Two CPU cores train the smallest model about this fast.
-_FEW = 1_000  # With fewer pictures, a model that is trained from scratch mostly memorises them.
+FEW = 1_000  # With fewer pictures, a model that is trained from scratch mostly memorises them.
 _TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by a larger factor.
 
 
@@ -75,7 +75,7 @@ def method(value: str, photos: PictureSet, trained: str) -> str:
             "repository, and it cannot be combined with --text_weights: leave --finetune out"
         )
     return answer(
-        "finetune", value, possible and len(photos.records) < _FEW,
+        "finetune", value, possible and len(photos.records) < FEW,
         f"{len(photos.records):,} pictures are few: a new model mostly memorises them. If they "
         f"resemble emoji, this project's trained model ({trained}) learns them in minutes.",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
@@ -185,8 +186,11 @@ def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
 def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:
     """Measure the speed of a stage by training it for a few steps in `workdir`, a temporary folder.
 
+    Nothing but warnings is logged meanwhile, because these steps are not the training.
+
     Raises ValueError or OSError if the config, data or weights cannot be used.
     """
+    logging.info("measuring the speed of %s, with %d steps that are not kept", stage.base, _STEPS)
     start, config = time.time(), full_config(stage.base, changes)
     s, mesh, inputs = _open(config)
     constant = s.optimizer._replace(schedule="constant")
@@ -194,7 +198,10 @@ def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:
     runs.claim(workdir, config)
     with inputs.batches:
         run = s.run._replace(steps=_STEPS, **every)
+        shown = logging.get_verbosity()
+        logging.set_verbosity(logging.WARNING)
         state = loop.train(inputs, run, constant, mesh, pathlib.Path(workdir), config)
+        logging.set_verbosity(shown)
     exit_if_stopped(state, _STEPS)
     lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]

@@ -32,6 +32,7 @@ _LIMIT, _LEAST_LIMIT, _SHARE = 600.0, 60.0, 0.5
 seconds."""
 _SMALLEST = 32  # The side of shrunk pictures in pixels, if no model draws pictures this small.
 _WAITING = 0.2  # If training waits for a larger share of the time, reading is the bottleneck.
+_MEMORISES = 100  # Few pictures that come more often are memorised.
 _JUDGED = 100  # The smallest number of different captions with which a judge can be trained.
 
 
@@ -182,15 +183,19 @@ def _write(
     devices = f"{jax.device_count()} x {device.device_kind}"
     for one in measured:
         stage, allowed = one.stage, 3600 * hours * one.stage.share
-        steps, seconds = stages.timed(one, allowed, len(photos.records))
+        num_pictures = round(len(photos.records) * (1 - one.settings.data.heldout))
+        steps, seconds = stages.timed(one, allowed, num_pictures)
         all_changes = {**one.changes, **stage.changes(f"runs/{path.stem}"), **steps}
         config = path.with_stem(path.stem + stage.suffix)
-        epochs = steps["steps"][0] * one.settings.run.batch_size / len(photos.records)
+        epochs = steps["steps"][0] * one.settings.run.batch_size / num_pictures
+        is_new = not getattr(one.settings, "unet_weights", "")
         notes = {
             "The speed is assumed, because measuring took too long.": one.assumed,
             "This is longer than --hours.": _is_longer(seconds, allowed),
-            f"This is too short to train on each of the {len(photos.records):,} pictures once.":
+            f"This is too short to train on each of the {num_pictures:,} pictures once.":
                 epochs < 1,
+            "A new model memorises so few pictures, and draws little else.":
+                is_new and epochs > _MEMORISES and len(photos.records) < questions.FEW,
         }  # fmt: skip
         speed = " ".join([
             f"{steps['steps'][0]:,} steps of {one.settings.run.batch_size} pictures "
@@ -250,20 +255,29 @@ def _bottleneck(measured: Sequence[Measured]) -> str:
 def _after(
     package: str, name: str, photos: PictureSet, measured: Sequence[Measured], size: int
 ) -> list[str]:
-    """Return the commands to run after training: draw pictures with the model, and score it."""
+    """Return the commands to run after training.
+
+    They draw pictures, say whether the model is good, and show the page and the report.
+    """
     drawn = [one for one in measured if hasattr(one.settings, "sampler")]
-    workdirs = " ".join(f"--workdir=runs/{name}{one.stage.suffix}" for one in drawn)
+    runs_drawn = [f"runs/{name}{one.stage.suffix}" for one in drawn]
+    workdirs = " ".join(f"--workdir={run}" for run in runs_drawn)
     prompt = shlex.quote(drawn[-1].settings.run.prompts[0])
     sample = f"python -m {package}.sample {workdirs} --prompt={prompt} --num_images=8"
     sample += f" --out=pictures/{name}"
+    verdict = f"python -m diffusion_jax.verdict --workdir=runs/{name}"
+    page = f"python -m {package}.web --workdir={','.join(runs_drawn)}"
+    shown = [page, f"python -m diffusion_jax.report {' '.join(runs_drawn)}"]
     if photos.report["different_texts"] < _JUDGED:
-        return [sample, f"python -m diffusion_jax.heldout --workdir=runs/{name} --share=0.1"]
+        return [sample, verdict, *shown]
     data = photos.data
     named = shlex.quote(f"{data.source}:{data.path}::{data.text}")
     return [
         sample,
         f"python -m diffusion_jax.metrics train_judge --data={named} --size={max(32, size)} "
         f"--seen=40000 --out=judges/{name}",
+        f"{verdict} --judge=judges/{name}",
         f"python -m {package}.evaluate {workdirs} --judge=judges/{name} --prompts={named} "
         "--num_prompts=200",
+        *shown,
     ]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import CONV, Entry, StateDict
 
@@ -206,7 +207,7 @@ def _need(state: StateDict, name: str) -> str:
 
 
 def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
-    arrays = {}
+    arrays = []
     for name, array in state.items():
         name = re.sub(r"^(cond_stage_model\.transformer|model|clip)\.(?=\w)", "", name)
         if name.endswith(("position_ids", "logit_scale", "logit_bias")):
@@ -216,8 +217,8 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
         ):
             visual = "embeddings.class_embedding" in " ".join(state)
             name = f"{VISION if visual else TEXT}.{name}"
-        arrays[name] = array
-    return arrays
+        arrays.append((name, array))
+    return untrusted.once(arrays)
 
 
 _OPEN_CLIP = (  # Pairs of OpenCLIP's and Hugging Face's names. A dot precedes each in array names.
@@ -245,13 +246,14 @@ def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
 
     Projections are transposed, and arrays that hold q, k and v together are split.
     """
-    arrays = {}
+    arrays = []
     for name, array in state.items():
         name = re.sub(r"^(cond_stage_model\.)?(model|module|text)\.(?=\w)", "", name)
         if name in _NO_WEIGHTS:
             continue
         if name in ("text_projection", "visual.proj"):
-            arrays[f"{'text' if name[0] == 't' else 'visual'}_projection.weight"] = array.T
+            tower = "text" if name[0] == "t" else "visual"
+            arrays.append((f"{tower}_projection.weight", array.T))
             continue
         name = re.sub(r"^visual\.", f"{VISION}.", name)
         name = f"{TEXT}.{name}" if name.startswith(_OPEN_CLIP_TEXT) else name
@@ -259,9 +261,8 @@ def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
             name = name.replace(f".{open_clip_name}", f".{hugging_face_name}")
         fused = re.match(r"(.*\.self_attn\.)in_proj_(weight|bias)$", name)
         if fused:
-            third = len(array) // 3
-            for i, part in enumerate("qkv"):
-                arrays[f"{fused[1]}{part}_proj.{fused[2]}"] = array[i * third : (i + 1) * third]
+            thirds = zip("qkv", np.split(array, 3), strict=True)
+            arrays += [(f"{fused[1]}{part}_proj.{fused[2]}", third) for part, third in thirds]
         else:
-            arrays[name] = array
-    return arrays
+            arrays.append((name, array))
+    return untrusted.once(arrays)

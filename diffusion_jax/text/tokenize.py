@@ -190,18 +190,18 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> TextTokeni
     Args:
         path: the folder.
         open_clip: if True, clean texts with ftfy and pad with id 0, as in OpenCLIP. If False, pad
-            with the end token, as in transformers' CLIPTokenizer. If True and the folder was
-            written by transformers with "!" as padding, as those of Stable Diffusion 2, texts are
-            not cleaned, and every "!" is read as id 0, as in transformers.
+            with the end token, as in transformers' CLIPTokenizer. If transformers' files in the
+            folder name the token of the padding, they decide: texts are padded with this token and
+            not cleaned, as in transformers. With "!", as in Stable Diffusion 2, every "!" is id 0.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
         ValueError: the tokenizer is damaged or not CLIP's.
     """
     folder = _folder(path)
-    pads_with_mark = open_clip and _pads_with_mark(folder)
-    if pads_with_mark:
-        tokenizer = _read_clip(folder)
+    pad = None
+    if _names_padding(folder):
+        tokenizer, pad = _read_clip(folder)
     elif (folder / "tokenizer.json").is_file():
         tokenizer = _read_json(folder / "tokenizer.json")
     elif (folder / "merges.txt").is_file() and (folder / "vocab.json").is_file():
@@ -220,11 +220,9 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> TextTokeni
             f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|> or no "
             "<|endoftext|>"
         )
-    if pads_with_mark:
-        return TextTokenizer(tokenizer, begin=begin, end=end, pad=0)
-    if open_clip:
+    if open_clip and pad is None:
         return TextTokenizer(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
-    return TextTokenizer(tokenizer, begin=begin, end=end, pad=end)
+    return TextTokenizer(tokenizer, begin=begin, end=end, pad=end if pad is None else pad)
 
 
 def bert(path: str | os.PathLike[str]) -> TextTokenizer:
@@ -270,19 +268,22 @@ def _transformers() -> Any:
     return transformers
 
 
-def _pads_with_mark(folder: pathlib.Path) -> bool:
-    """Return whether transformers' files in a folder name "!" as the token of the padding."""
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            pad = pretrained.read_json(folder / name).get("pad_token")
-            return (pad.get("content") if isinstance(pad, dict) else pad) == "!"
-    return False
+def _names_padding(folder: pathlib.Path) -> bool:
+    """Return whether transformers' files in a folder name the token of the padding.
+
+    OpenCLIP does not read these files, so they are ignored in a folder with OpenCLIP's config.
+    """
+    paths = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
+    return not (folder / "open_clip_config.json").is_file() and any(
+        path.is_file() and pretrained.read_json(path).get("pad_token") for path in paths
+    )
 
 
-def _read_clip(folder: pathlib.Path) -> Tokenizer:
+def _read_clip(folder: pathlib.Path) -> tuple[Tokenizer, int]:
+    """Return the tokenizer that transformers reads from a folder, and the id of its padding."""
     try:
         clip = _transformers().CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-        return clip.backend_tokenizer
+        return clip.backend_tokenizer, clip.pad_token_id
     except Exception as error:  # A damaged file fails in many ways.
         raise ValueError(f"cannot read the tokenizer in {folder}: {error}") from error
 

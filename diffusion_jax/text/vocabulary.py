@@ -5,8 +5,8 @@ Training and `diffusion_jax.pack` write the vocabulary into a workdir as vocabul
     {"captions": 3711, "words": ["a", "apple", ...], "examples": ["a red apple, noto style", ...]}
 
 `sample`, notebooks and the web page use it to warn about words that the model never saw, and the
-web page lists the examples. A run that starts from given weights has no vocabulary, because these
-weights may know more words than the captions of the run.
+web page lists the examples. A run that starts from given weights, or adapts them, adds their
+vocabulary to its own. If they have none, so has the run, because they may know more words.
 """
 
 import collections
@@ -104,6 +104,13 @@ def of(captions: Iterable[str]) -> Vocabulary:
     spread = examples[:: -(-len(examples) // _EXAMPLES)] if examples else []
     words = frozenset(word for word, _ in counts.most_common(_WORDS))
     return Vocabulary(num_captions, words, tuple(spread))
+
+
+def joined(base: Vocabulary, own: Vocabulary) -> Vocabulary:
+    """Return the vocabulary of a model that learned `own` after `base`. Its examples come first."""
+    examples = dict.fromkeys([*own.examples, *base.examples])
+    captions = base.num_captions + own.num_captions
+    return Vocabulary(captions, base.words | own.words, tuple(examples)[:_EXAMPLES])
 
 
 def write(workdir: files.Path, vocabulary: Vocabulary) -> None:

@@ -23,7 +23,7 @@ from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, OtherData
 from diffusion_jax.devices import distributed
 from diffusion_jax.devices.sharding import placed
-from diffusion_jax.files import checksums, settings_record
+from diffusion_jax.files import checksums, manifest, settings_record
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.train.state import TrainState
@@ -50,6 +50,8 @@ class ContinuedRun(NamedTuple):
     """The config fields that differ: name -> (value in the other run, value in the new run)."""
     adds_lora: bool
     """Whether the new run trains a LoRA on the weights of the other run."""
+    less_heldout: float | None = None
+    """The smallest share of held-out pictures so far, if the new run holds out more of them."""
 
     @property
     def name(self) -> str:
@@ -59,7 +61,7 @@ class ContinuedRun(NamedTuple):
     @property
     def averages_from(self) -> int:
         """The step at which the averages begin."""
-        return self.step if self.adds_lora else run_log.read_averages_from(self.run)
+        return self.step if self.adds_lora else manifest.read_averages_from(self.run)
 
     @property
     def folder(self) -> Any:
@@ -146,9 +148,11 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
             f"steps is {now['steps']}, but {run}@{newest} has reached step {newest}: raise "
             "--config.steps, the step at which training ends"
         )
-    return ContinuedRun(
-        run, newest, settings_record.changed_fields(before, now, ("version",)), adds_lora
-    )
+    entries = [e["config"] for e in manifest.read_manifest(run) if e["first_step"] < newest]
+    least = min(config["data"].get("heldout", 0.0) for config in (before, *entries))
+    changed = settings_record.changed_fields(before, now, ("version",))
+    less_heldout = least if now["data"]["heldout"] > least else None
+    return ContinuedRun(run, newest, changed, adds_lora, less_heldout)
 
 
 def prepare(
@@ -160,6 +164,7 @@ def prepare(
     those of `loop.train`. Raises ValueError if the arrays in the checkpoint have other shapes than
     those of the new run.
     """
+    finetune.check_frozen(source.run, inputs.task.frozen)
     abstract = _abstract(inputs, run, settings, mesh)
     wanted, stored = set(abstract.ema), set(restore.stored(source.folder))
     kept, anew, dropped = sorted(wanted & stored), sorted(wanted - stored), sorted(stored - wanted)
@@ -187,6 +192,9 @@ def prepare(
         *([("starts anew", "; ".join(starts))] if starts else []),
         *([("drops", f"averages {', '.join(dropped)}")] if dropped else []),
     ]
+    if (share := source.less_heldout) is not None:
+        rows.append(("note", f"earlier steps, with data.heldout={share:g}, may have trained on "
+                     "pictures that are now held out, whose loss is then too low"))  # fmt: skip
     return progress.block(rows)
 
 
@@ -250,12 +258,23 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _adapt(config: dict[str, Any], name: str, run: str) -> None:
-    """Let a new LoRA adapt `name`, a checkpoint of `run`, unless the config names other weights."""
-    former = runs.load(run) if (files.path(run) / runs.CONFIG).exists() else {}
-    if _rank(former) or not _rank(config):
+    """Let a new LoRA adapt `name`, a checkpoint of `run`, and let the LoRA of `run` keep its base.
+
+    A config that names other weights than this run and those before it is not changed.
+    """
+    if not _rank(config):
         return
-    if config["unet"]["weights"] in ("", former.get("unet", {}).get("weights")):
-        config["unet"]["weights"] = name
+    known, base = {""}, ""
+    while run and (files.path(run) / runs.CONFIG).exists():
+        former = runs.load(run)
+        weights = former.get("unet", {}).get("weights", "")
+        known.add(weights)
+        if not _rank(former):
+            break
+        base = base or weights
+        run = (manifest.read_lineage(run) or {}).get("run", "")
+    if config["unet"]["weights"] in known:
+        config["unet"]["weights"] = base or name
 
 
 def _rank(config: Mapping[str, Any]) -> int:

@@ -35,13 +35,9 @@ from diffusion_jax.devices.sharding import (
 )
 from diffusion_jax.draw.program import make_draw
 from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.files.manifest import read_averages_from
 from diffusion_jax.logs import events
-from diffusion_jax.logs.run_log import (
-    MetricWriter,
-    read_averages_from,
-    write_manifest,
-    write_seconds,
-)
+from diffusion_jax.logs.run_log import MetricWriter, write_manifest, write_seconds
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state

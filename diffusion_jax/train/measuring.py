@@ -148,7 +148,7 @@ class Measurements(NamedTuple):
         if not np.isfinite(images).all():
             logging.warning("step %d: pictures are not finite; no sheet is saved", step)
             return
-        sheet = sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
+        sheet = sheets.contact_sheet(sheets.to_uint8(images), sheets.labels(examples.captions))
         if jax.process_index() == 0:
             path = self._sheet(step)
             path.parent.mkdir(exist_ok=True)

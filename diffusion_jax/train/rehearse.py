@@ -26,7 +26,7 @@ from diffusion_jax.config.settings import Optimizer, Run, read
 from diffusion_jax.data.pipeline import LOSS_MASK
 from diffusion_jax.devices import hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.files import folder_lock, sheets
+from diffusion_jax.files import folder_lock, manifest, sheets
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
@@ -92,7 +92,7 @@ def rehearse(
     samples = run.batch_size // (sharding.batch_ways(mesh) * count)
     need = memory.bytes_per_device(traced, mesh, samples, count)
     passes = "1 pass" if count == 1 else f"{count} passes"
-    begun = source.averages_from if source else run_log.read_averages_from(workdir)
+    begun = source.averages_from if source else manifest.read_averages_from(workdir)
     at_once = []
     if rows_drawn:
         temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
@@ -110,7 +110,7 @@ def rehearse(
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
         *at_once,
-        ("visible", _visible(run, settings, len(inputs.batches.pictures), begun)),
+        ("learning", _learning(run, settings, len(inputs.batches.pictures), begun)),
         *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone, source),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
@@ -143,7 +143,7 @@ def _sample(pictures: Any) -> str:
     return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
 
 
-def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
+def _learning(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
     """Return a text that says how much the run learns, and how much of that its pictures show.
 
     `begun` is the step at which the averages begin. Log a warning if the learning rate stays below
@@ -153,7 +153,8 @@ def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
     steps = np.linspace(settings.restart, run.steps - 1, 1000)
     peak = float(np.max(make_schedule(settings, run.steps)(steps))) / settings.lr
     epochs = run.steps * run.batch_size / pictures
-    text = f"{epochs:.3g} epochs; the learning rate reaches {peak:.0%} of optimizer.lr"
+    text = f"{epochs:.3g} passes over the pictures; the learning rate rises to {peak:.0%} of "
+    text += f"optimizer.lr={settings.lr:g}"
     if peak < 0.5:
         logging.warning(
             "the learning rate reaches only %.0f %% of optimizer.lr, because optimizer.warmup is "
@@ -171,7 +172,10 @@ def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
             "weights, because its decay rate is %g: set optimizer.ema_warmup=True",
             100 * initial, decay,
         )  # fmt: skip
-    return f"{text}; pictures show the average {decay:g}, {1 - initial:.1%} of it from training"
+    return (
+        f"{text}; pictures are drawn with averaged weights (optimizer.ema_decays={decay:g}), which "
+        f"at the end consist of {1 - initial:.1%} training and {initial:.1%} initial weights"
+    )
 
 
 def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> None:

@@ -25,7 +25,7 @@ from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.devices import sharding
-from diffusion_jax.files import settings_record, sheets
+from diffusion_jax.files import manifest, settings_record, sheets
 from diffusion_jax.logs import run_log
 from diffusion_jax.logs.progress import Meter
 from diffusion_jax.task import Batch, Frozen, Params, Task
@@ -131,7 +131,7 @@ def replay(
 
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
-    since = run_log.read_averages_from(workdir)
+    since = manifest.read_averages_from(workdir)
     passes = num_passes(settings, run.batch_size, mesh)
     train_step = loop.make_step(task, settings, tx, layout, passes, since)
     tuned = autotuning.find(workdir, run.deterministic)

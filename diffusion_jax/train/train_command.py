@@ -43,7 +43,7 @@ _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
 """Names of config fields that may differ between processes, such as the path of a local copy."""
-_OF_CONFIG = (finetune.BASE, vocabulary.FILE, run_log.METRICS, MEASURING)
+_OF_CONFIG = (finetune.BASE, finetune.FROZEN, vocabulary.FILE, run_log.METRICS, MEASURING)
 """Names of files in a workdir that depend on its config."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
@@ -120,6 +120,7 @@ def command(
                 runs.claim(workdir, values, write=False)
                 if runs.has_checkpoint(workdir):
                     finetune.check_base(workdir, inputs.base)
+                    finetune.check_frozen(workdir, inputs.task.frozen)
                 report = rehearse(
                     inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
                     ignore_memory.value, source,
@@ -138,7 +139,9 @@ def command(
                     for name in _OF_CONFIG:  # These belong to the config that was replaced.
                         (workdir / name).unlink(missing_ok=True)
                 finetune.keep_base(workdir, inputs.base)
-                keep_vocabulary(workdir, inputs)
+                finetune.keep_frozen(workdir, inputs.task.frozen)
+                weights = values.get("unet", {}).get("weights", "")
+                keep_vocabulary(workdir, inputs, source.run if source else weights)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
             # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
@@ -195,15 +198,17 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 
-def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs, origin: str = "") -> None:
     """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
-    Nothing is written if the run starts from given weights, if the system does not draw from
+    `origin` is the run, RUN or RUN@STEP, whose weights this run starts from or adapts: its words
+    are written, too. Nothing is written if it has no vocabulary, if the system does not draw from
     prompts, or if the workdir has this file already. At most _CAPTIONS captions are read, evenly
     spread over the data, for at most _SECONDS seconds.
     """
     exists = (workdir / vocabulary.FILE).exists()
-    if jax.process_index() or exists or inputs.start or not inputs.open_prompts:
+    base = vocabulary.read(finetune.at_step(origin)[0]) if origin else vocabulary.of(())
+    if jax.process_index() or exists or base is None or not inputs.open_prompts:
         return
     pictures, started, captions = inputs.batches.pictures, time.monotonic(), []
     rows = np.unique(np.linspace(0, len(pictures) - 1, _CAPTIONS).astype(int))
@@ -214,8 +219,8 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
         captions += [text for text in texts if isinstance(text, str) and text]
         if time.monotonic() - started > _SECONDS:
             break
-    if captions:
-        vocabulary.write(workdir, vocabulary.of(captions))
+    if captions or origin:
+        vocabulary.write(workdir, vocabulary.joined(base, vocabulary.of(captions)))
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -73,8 +73,16 @@ function choices() {
 
 const typedLines = () => $("prompts").value.split("\n").map((line) => line.trim()).filter(Boolean);
 const lines = () => typedLines().length || model().needs_prompt ? typedLines() : [""];
-const values = (id) => $(id).value ? $(`${id}-values`).value.split(";").map((v) => v.trim())
-  .filter(Boolean) : [""];
+
+// The values of an axis. Commas separate them, too, unless a value may hold one: the text of a
+// prompt, the parameters in (), and the numbers of a cascade's stages.
+function values(id) {
+  if (!$(id).value) return [""];
+  const text = $(`${id}-values`).value, one = model().fields.find((f) => f.name === $(id).value);
+  const whole = text.includes(";") || $(id).value === "prompt" || model().stages.length > 1
+    || one?.kind === "text" && !one.options.length;
+  return text.split(whole ? ";" : /,(?![^(]*\))/).map((value) => value.trim()).filter(Boolean);
+}
 
 // A seed has 64 bits, more than a number holds.
 const whole = (text) => BigInt(/^\d+$/.test(text) ? text : Math.trunc(Number(text)));
@@ -147,7 +155,6 @@ async function draw(event) {
   if (job) await cancel();
   const wanted = requested();
   say("Sending the request");
-  if (innerWidth < 800) $("results").scrollIntoView();
   try {
     const edit = await editing.uploaded();
     history.replaceState(null, "", hash());
@@ -159,6 +166,7 @@ async function draw(event) {
   } catch (error) {
     say(error.message, true);
   }
+  if (innerWidth < 800) $("results").scrollIntoView();  // Now the frames have a height.
 }
 
 async function cancel() {
@@ -203,7 +211,8 @@ function watch(name, wanted, link) {
       job = null;
       $("cancel").disabled = true;
       $("progress").hidden = true;
-      for (const blank of document.querySelectorAll("#pictures .blank")) blank.style.animation = "none";
+      for (const blank of document.querySelectorAll("#pictures .blank")) blank.parentElement.remove();
+      if (!document.querySelector(".picture")) $("pictures").replaceChildren();
     }
     finished();
   };
@@ -281,7 +290,8 @@ function detail(picture) {
   $("detail").replaceChildren(
     element("div", {class: images.length > 1 ? "pair" : ""}, ...images),
     element("h2", {}, picture.prompt || WITHOUT),
-    element("p", {class: "note"}, `seed ${picture.seed}, ` + Object.entries(picture.choices)
+    element("p", {class: "note"}, [["seed", picture.seed], ...Object.entries(picture.choices)]
+      .filter(([, value]) => value !== "")
       .map(([key, value]) => `${key === "ema" ? "average" : key.replaceAll("_", " ")} ${value}`)
       .join(", ")),
     element("p", {}, element("a", {href: link, target: "_blank", rel: "noopener"}, "Link to this picture"),

@@ -114,7 +114,10 @@ function figure(byAxis, x, y) {
 
 function score(point, column) {
   const ends = [point.scores[`${column}_low`], point.scores[`${column}_high`]];
-  return short(point.scores[column]) + (ends[0] == null ? "" : ` (${short(ends[0])} to ${short(ends[1])})`);
+  const [factor, unit] = results.metrics[column].share ? [100, " %"] : [1, ""];
+  const shown = (value) => short(factor * value);
+  const interval = ends[0] == null ? "" : ` (${shown(ends[0])} to ${shown(ends[1])}${unit})`;
+  return shown(point.scores[column]) + unit + interval;
 }
 
 function pointsTable(sweep) {

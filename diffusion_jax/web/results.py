@@ -69,7 +69,7 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
-                 "lower": metric.lower_is_better}
+                 "lower": metric.lower_is_better, "share": metric.is_share}
         for column, metric in table.shown().items()
     }  # fmt: skip
     return {

@@ -56,7 +56,7 @@ def command(package: str, load: Callable[[Sequence[str], Values], Model], option
             root = root_of(root_path.value)
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
-            values = option_flags.values(holders)
+            values = option_flags.values(options, holders)
             of = lambda name: load(workdirs[name], values)
             models = {name: of(name) for name, s in workdirs.items() if not about.untrained(s)}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)

@@ -7,10 +7,11 @@ the weights are read from the path, and their fingerprint must match base.json.
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from jax.sharding import Mesh
 
@@ -21,7 +22,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import lora, pretrained, restore
 
-BASE = "base.json"
+BASE, FROZEN = "base.json", "frozen.json"
 
 ReadParams = Callable[[], Params]
 Adapt = Callable[[Task, Params], Task]
@@ -160,6 +161,40 @@ def keep_base(workdir: files.Path, base: str) -> None:
     if base and jax.process_index() == 0:
         path = files.path(workdir) / BASE
         files.write_whole(path, json.dumps({"fingerprint": base}))
+
+
+def keep_frozen(workdir: files.Path, frozen: Any) -> None:
+    """Write the fingerprints of a task's frozen text encoder and VAE into a workdir."""
+    fingerprints, path = _fingerprints(frozen), files.path(workdir) / FROZEN
+    if fingerprints and jax.process_index() == 0:
+        stored = pretrained.read_json(path) if path.is_file() else {}
+        files.write_whole(path, json.dumps(stored | fingerprints))
+
+
+def check_frozen(workdir: files.Path, frozen: Any) -> None:
+    """Raise ValueError if the run in `workdir` was trained with another text encoder or VAE.
+
+    `frozen` holds the frozen weights of a task. Runs of earlier versions stored no fingerprints.
+    """
+    path = files.path(workdir) / FROZEN
+    stored = pretrained.read_json(path) if path.is_file() else {}
+    for part, fingerprint in _fingerprints(frozen).items():
+        if stored.get(part, fingerprint) != fingerprint:
+            raise ValueError(
+                f"the run in {workdir} was trained with other weights than {part}.weights names: "
+                f"set --config.{part}.weights to those, or start a new run from its UNet with "
+                f"--config.unet.weights={workdir}"
+            )
+
+
+def _fingerprints(frozen: Any) -> dict[str, str]:
+    """Return the fingerprints of the text encoder and the VAE, which do not depend on their types.
+
+    A part without weights has none.
+    """
+    own = frozen.get("task", frozen) if isinstance(frozen, Mapping) else {}
+    parts = {name: own[name] for name in ("text", "vae") if jax.tree.leaves(own.get(name))}
+    return {name: pretrained.digest(params, jnp.bfloat16) for name, params in parts.items()}
 
 
 def describe(workdir: files.Path, scale: float | None) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgpack
 import numpy as np
 from flax import serialization, traverse_util
 
 from diffusion_jax import files
+from diffusion_jax.files import untrusted
 
 _LIST = re.compile(
     r"\b(down_blocks|up_blocks|resnets|attentions|transformer_blocks|downsamplers|upsamplers|"
@@ -35,14 +37,17 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ValueError: The file is damaged, or holds anything but nested dictionaries of arrays.
     """
     try:
-        tree = serialization.msgpack_restore(pathlib.Path(path).read_bytes())
+        content = pathlib.Path(path).read_bytes()
+        # Flax itself would take the last of several equal keys.
+        msgpack.unpackb(content, object_pairs_hook=untrusted.once, ext_hook=lambda *_: None)
+        tree = serialization.msgpack_restore(content)
     except MemoryError:
         raise
     except Exception as error:  # msgpack and NumPy raise many types for damaged files.
         raise ValueError(
             f"cannot read {path}: {type(error).__name__}: {str(error)[:200]}: download it again"
         ) from error
-    arrays = {}
+    arrays = []
     for name, leaf in _leaves(tree):
         if not isinstance(leaf, np.ndarray):
             raise ValueError(
@@ -51,8 +56,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             )
         if name.endswith("/kernel"):
             leaf = leaf.transpose(3, 2, 0, 1) if leaf.ndim == 4 else leaf.T
-        arrays[torch_name(name)] = leaf
-    return arrays
+        arrays.append((torch_name(name), leaf))
+    try:
+        return untrusted.once(arrays)
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def write(path: pathlib.Path, state: Mapping[str, np.ndarray]) -> None:

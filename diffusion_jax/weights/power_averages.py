@@ -9,6 +9,7 @@ standard deviation of the profile divided by t; 0.05 and 0.10 are common. See Ka
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -61,7 +62,11 @@ def exponent(width: float) -> float:
 
 
 def combination(
-    steps: Sequence[int], widths: Sequence[float], step: int, width: float
+    steps: Sequence[int],
+    widths: Sequence[float],
+    step: int,
+    width: float,
+    begun: Sequence[int] | None = None,
 ) -> tuple[Float[np.ndarray, "N"], float]:
     """Return coefficients that combine stored averages into a target average, and the error.
 
@@ -74,6 +79,8 @@ def combination(
         widths: The relative width of each stored average.
         step: The step of the target average.
         width: The relative width of the target average.
+        begun: The step at which each stored average began, at the parameters of this step. Their
+            weight is that of all steps until then. By default, all began at step 0.
 
     Returns:
         The coefficients, and the relative error: the norm of the difference between the combined
@@ -81,26 +88,46 @@ def combination(
     """
     if not step:  # At step 0, all averages are the initial weights.
         return np.eye(len(steps))[0], 0.0
-    gammas, gamma = np.array([exponent(w) for w in widths]), np.array([exponent(width)])
-    times, time = np.asarray(steps, np.float64), np.array([float(step)])
-    inner = _products(times, gammas, times, gammas)  # [N, N]
-    target = _products(times, gammas, time, gamma)  # [N, 1]
-    ones = np.ones((len(times), 1))
+    stored = _Profiles(
+        np.asarray(steps, np.float64),
+        np.array([exponent(w) for w in widths]),
+        np.asarray(begun or np.zeros(len(steps)), np.float64),
+    )
+    wanted = _Profiles(np.array([float(step)]), np.array([exponent(width)]), np.zeros(1))
+    inner = _products(stored, stored)  # [N, N]
+    target = _products(stored, wanted)  # [N, 1]
+    ones = np.ones((len(steps), 1))
     bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # With a Lagrange multiplier.
     solution = np.linalg.lstsq(bordered, np.append(target, [[1.0]], 0), rcond=None)[0]
     coefficients = solution[:-1, 0]
-    norm = _products(time, gamma, time, gamma).item()  # Squared.
+    norm = _products(wanted, wanted).item()  # Squared.
     error = norm - 2 * coefficients @ target[:, 0] + coefficients @ inner @ coefficients
     return coefficients, float(np.sqrt(max(error, 0.0) / norm))
 
 
-def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
-    """Return the inner product of each profile a with each profile b.
+class _Profiles(NamedTuple):
+    """Profiles of averages: their steps, their exponents, and the steps at which they began."""
 
-    `times_a` and `times_b` hold the steps of the profiles, `gammas_a` and `gammas_b` the exponents.
-    See Karras et al. 2024, equation 151.
+    times: Float[np.ndarray, "N"]
+    gammas: Float[np.ndarray, "N"]
+    begun: Float[np.ndarray, "N"]
+
+
+def _products(left: _Profiles, right: _Profiles) -> Float[np.ndarray, "A B"]:
+    """Return the inner product of each profile of `left` with each profile of `right`.
+
+    For profiles that began at step 0, see Karras et al. 2024, equation 151. Others have density
+    from their beginning on, where the mass of all steps until then is concentrated in one step.
     """
-    a, b = gammas_a[:, None], gammas_b[None]
-    ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)
-    power = ratio ** np.where(ratio < 1, b, -a)
-    return (a + 1) * (b + 1) * power / ((a + b + 1) * later)
+    a, b = left.gammas[:, None], right.gammas[None]
+    times_a, times_b = left.times[:, None], right.times[None]
+    begun_a, begun_b = left.begun[:, None], right.begun[None]
+    density_a = lambda x: (a + 1) / times_a * (np.minimum(x, times_a) / times_a) ** a
+    density_b = lambda x: (b + 1) / times_b * (np.minimum(x, times_b) / times_b) ** b
+    integral = lambda x: x * density_a(x) * density_b(x) / (a + b + 1)  # From 0 to x.
+    end = np.minimum(times_a, times_b)
+    mass_a, mass_b = (begun_a / times_a) ** (a + 1), (begun_b / times_b) ** (b + 1)
+    products = integral(end) - integral(np.minimum(np.maximum(begun_a, begun_b), end))
+    products += mass_a * density_b(begun_a) * ((begun_b < begun_a) & (begun_a <= times_b))
+    products += mass_b * density_a(begun_b) * ((begun_a < begun_b) & (begun_b <= times_a))
+    return products + mass_a * mass_b * (begun_a == begun_b)

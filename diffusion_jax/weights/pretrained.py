@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.typing import DTypeLike
 
 from diffusion_jax import files
 from diffusion_jax.files import untrusted
@@ -189,17 +190,19 @@ def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
             )
 
 
-def digest(params: Any) -> str:
+def digest(params: Any, dtype: DTypeLike | None = None) -> str:
     """Return a hash that identifies weights, independently of how they are split into files.
 
     The hash covers the name, shape and type of each array, and 64 evenly spaced values of it. This
-    suffices to distinguish models, and takes only milliseconds.
+    suffices to distinguish models, and takes only milliseconds. With `dtype`, the values are first
+    converted to this type.
     """
     result = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(params):
-        result.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        kind = leaf.dtype if dtype is None else np.dtype(dtype)
+        result.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {kind}".encode())
         index = np.linspace(0, leaf.size - 1, 64).astype(np.int64)
-        result.update(np.asarray(leaf[np.unravel_index(index, leaf.shape)]).tobytes())
+        result.update(np.asarray(leaf[np.unravel_index(index, leaf.shape)]).astype(kind).tobytes())
     return result.hexdigest()
 
 

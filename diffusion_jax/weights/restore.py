@@ -8,18 +8,20 @@ that Orbax writes.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
+from jaxtyping import Float
 
 from diffusion_jax import files
 from diffusion_jax.devices import distributed
-from diffusion_jax.files import checksums
+from diffusion_jax.files import checksums, manifest
 from diffusion_jax.task import Params
 from diffusion_jax.weights import buckets, packed, power_averages, torch_weights
 
@@ -257,6 +259,21 @@ def traces(root: epath.Path, step: int) -> list[StoredAverage]:
     return [(saved, folder, name) for saved, folder in folders.items() for name in powers(folder)]
 
 
+def combination(
+    root: epath.Path, sources: Sequence[StoredAverage], step: int, width: float
+) -> tuple[Float[np.ndarray, "N"], float]:
+    """Return coefficients that combine stored averages into one at `step`, and its error.
+
+    `root` is the folder of the checkpoints. See power_averages.combination.
+    """
+    start = manifest.read_averages_from(root.parent)
+    widths_from = manifest.read_widths_from(root.parent)
+    widths = [power_averages.width_of(name) or 0.0 for *_, name in sources]
+    begun = [max(0, widths_from.get(w, 0) - start) for w in widths]
+    steps = [saved - start for saved, *_ in sources]
+    return power_averages.combination(steps, widths, step - start, width, begun)
+
+
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
     sources = []
     for saved_step, folder, source in traces(root, step):
@@ -266,9 +283,7 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
             sources.append((saved_step, folder, source))
     width = power_averages.width_of(name)
     assert width is not None
-    widths = [power_averages.width_of(source) or 0.0 for *_, source in sources]
-    saved_steps = [saved_step for saved_step, *_ in sources]
-    coefficients, error = power_averages.combination(saved_steps, widths, step, width)
+    coefficients, error = combination(root, sources, step, width)
     log = logging.warning if error > _FAR else logging.info
     log(
         "computed %s of step %d from %d averages in %s: its profile has an error of %.2g %%",

@@ -262,7 +262,8 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     values = content.items() if isinstance(content, Mapping) else ()
-    tensors = {name: value for name, value in values if isinstance(value, _Tensor)}
+    values = enumerate(content) if isinstance(content, list | tuple) else values
+    tensors = untrusted.once([(str(name), x) for name, x in values if isinstance(x, _Tensor)])
     if not tensors:
         keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else type(content)
         raise ValueError(f"the file holds {keys} instead of a state dict of arrays")

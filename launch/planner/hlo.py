@@ -1,5 +1,6 @@
 """Parser for the text form (HLO) of XLA's compiled programs, with execution counts."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -122,3 +123,13 @@ def read(text: str) -> HloProgram:
 def sizes(shapes: str) -> list[tuple[int, ...]]:
     """Return the sizes of each array in a text such as "(bf16[8,128]{1,0}, f32[])"."""
     return [tuple(int(n) for n in found.split(",") if n) for found in _SIZES.findall(shapes)]
+
+
+def num_bytes(shapes: str) -> int:
+    """Return the bytes of all arrays in a text such as "(bf16[8,128]{1,0}, f32[])"."""
+    found = re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shapes)
+    bits = ((int(width or 8), count) for _, width, count in found)
+    return sum(
+        max(width, 8) // 8 * math.prod(int(n) for n in count.split(",") if n)
+        for width, count in bits
+    )

@@ -280,7 +280,7 @@ def _from_file(
     heads: tuple[int, int] | None,
     wanted: Collection[str],
 ) -> Checkpoint:
-    found = file_parts.split(state, ema)
+    found = file_parts.split(state, ema, set(wanted))
     parts = {part: arrays for part, arrays in found.networks.items() if part in wanted}
     unet_part, vae_part, text_part, report = None, None, None, []
     if "unet" in parts:
@@ -326,6 +326,7 @@ def _vae(network: VAE, state: StateDict) -> VAEPart:
 
 def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
     """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
+    names.text_width(arrays)  # Refuses networks of other kinds.
     if names.unet_dialect(arrays) == "diffusers":
         raise ValueError("the UNet has diffusers' names, so config.json is also needed: name the "
                          "directory that holds config.json and the weights")  # fmt: skip

@@ -6,13 +6,15 @@ those of the noise schedule, and arrays of other networks, such as a safety chec
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
+from sd_jax.weights import other_networks
 
 PREFIXES = {
     "unet": ("model.model.diffusion_model.", "model.diffusion_model.", "diffusion_model."),
@@ -51,15 +53,16 @@ class SortedArrays(NamedTuple):
     """Numbers of arrays that belong to none of the networks, by the first part of their names."""
 
 
-def split(state: StateDict, ema: str = "ema") -> SortedArrays:
+def split(state: StateDict, ema: str = "ema", wanted: Set[str] = PREFIXES.keys()) -> SortedArrays:
     """Sort the arrays of a file into networks, marks, and arrays to ignore.
 
     Arrays that are not parameters are left out. If no name has a prefix, all arrays belong to one
     network. With ema="ema", the averages of the UNet's weights replace its raw weights, if the file
-    has averages. Raises ValueError if raw weights and averages do not match, or if only the raw
-    weights are wanted but the file has none.
+    has averages. Raises ValueError if raw weights and averages do not match, if only the raw
+    weights are wanted but the file has none, if two arrays of a network have the same name, or if
+    one of the networks `wanted` is of another kind.
     """
-    parts: dict[str, dict[str, np.ndarray]] = {}
+    pairs: dict[str, list[tuple[str, np.ndarray]]] = {}
     averages, others, marks = {}, {}, []
     for name, array in state.items():
         name = name.replace("_orig_mod.", "")  # Added by torch.compile.
@@ -71,9 +74,10 @@ def split(state: StateDict, ema: str = "ema") -> SortedArrays:
         elif name.startswith(f"{_EMA}diffusion_model"):
             averages[_dotted(name.removeprefix(f"{_EMA}diffusion_model"))] = array
         elif part:
-            parts.setdefault(part, {})[bare_name] = array
+            pairs.setdefault(part, []).append((bare_name, array))
         else:
             others[name] = array
+    parts = {part: untrusted.once(arrays) for part, arrays in pairs.items()}
     if averages:
         raw = parts.get("unet", {})
         if ema == "ema":
@@ -88,11 +92,24 @@ def split(state: StateDict, ema: str = "ema") -> SortedArrays:
             parts["unet"] = averages
         elif not raw:
             raise ValueError("the file holds only averages of the UNet: leave --ema=raw out")
-    if not parts and others:
+    if not parts:
+        _check_kind(others, state)
         is_vae = any(name.startswith(("encoder.", "decoder.")) for name in others)
         parts, others = {"vae" if is_vae else "unet": others}, {}
+    for part in (wanted & parts.keys() or parts.keys()) - {"text"}:
+        _check_kind(parts[part], state)
     ignored = collections.Counter(name.partition(".")[0] for name in others)
     return SortedArrays(parts, bool(averages) and ema == "ema", marks, dict(ignored))
+
+
+def _check_kind(arrays: StateDict, state: StateDict) -> None:
+    """Raise ValueError if `arrays` is a network of another kind, which the message names.
+
+    `state` holds all arrays of the file. Networks of unknown kinds pass.
+    """
+    if not arrays or other_networks.kind_of(arrays):
+        kind = other_networks.kind_of(state) or "no arrays"
+        raise ValueError(f"it holds {kind} instead of Stable Diffusion 1 or 2: choose another file")
 
 
 def _part(name: str) -> tuple[str, str]:

@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import names
 
 Config = Mapping[str, Any]
 
@@ -262,7 +265,8 @@ def unet_from_weights(
     `heads` is (num_heads, head_dim). If it is None, a UNet with linear projections (as in Stable
     Diffusion 2.x) gets heads of width 64, and a UNet with 1x1 convolutions (1.x) gets 8 heads.
     """
-    first = state["input_blocks.0.0.weight"]
+    first = _need(state, "input_blocks.0.0.weight", 4)
+    _need(state, "input_blocks.1.0.emb_layers.1.bias", 1)
     indices = range(1, _count(r"input_blocks\.(\d+)\.", state))
     biases = {i: state.get(f"input_blocks.{i}.0.emb_layers.1.bias", ()) for i in indices}
     # The residual blocks of a level are consecutive; downsampling convolutions separate the levels.
@@ -270,7 +274,7 @@ def unet_from_weights(
     levels = [list(group) for is_res, group in groups if is_res]
     attends = lambda level: f"input_blocks.{level[0]}.1.norm.weight" in state
     blocks = [len(level) for level in levels]
-    linear = state["middle_block.1.proj_in.weight"].ndim == 2
+    linear = _need(state, "middle_block.1.proj_in.weight", 2, 4).ndim == 2
     num_heads, head_dim = heads or (0 if linear else 8, 64)
     return UNet(
         width=first.shape[0],
@@ -294,19 +298,25 @@ def is_published(unet: UNet) -> bool:
 
 
 def vae_from_weights(state: StateDict) -> VAE:
-    """Infer the VAE from the shapes of arrays with LDM's names."""
-    width = state["encoder.conv_in.weight"].shape[0]
-    levels = _count(r"encoder\.down\.(\d+)\.", state)
-    widths = [state[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    """Infer the VAE from the shapes of arrays with LDM's or diffusers' names.
+
+    Raises ValueError if they are not those of an autoencoder.
+    """
+    if names.vae_dialect(state) == "diffusers":
+        down, block, attends, mid = "down_blocks", "resnets", "attentions", "mid_block.attentions"
+    else:
+        down, block, attends, mid = "down", "block", "attn", "mid.attn_1"
+    has = lambda place: any(name.startswith(f"encoder.{place}") for name in state)
+    width = len(_need(state, "encoder.conv_in.weight", 4))
+    level = lambda i: f"encoder.{down}.{i}.{block}.0.conv1.weight"
+    levels = max(1, _count(rf"encoder\.{down}\.(\d+)\.", state))
     vae = VAE(
         width=width,
-        channel_mult=tuple(level_width // width for level_width in widths),
-        num_res_blocks=_count(r"encoder\.down\.0\.block\.(\d+)\.", state),
-        latent_channels=state["decoder.conv_in.weight"].shape[1],
-        attention_levels=tuple(
-            i for i in range(levels) if f"encoder.down.{i}.attn.0.norm.weight" in state
-        ),
-        mid_attention="encoder.mid.attn_1.norm.weight" in state,
+        channel_mult=tuple(len(_need(state, level(i), 4)) // width for i in range(levels)),
+        num_res_blocks=_count(rf"encoder\.{down}\.0\.{block}\.(\d+)\.", state),
+        latent_channels=_need(state, "decoder.conv_in.weight", 4).shape[1],
+        attention_levels=tuple(i for i in range(levels) if has(f"{down}.{i}.{attends}.")),
+        mid_attention=has(f"{mid}."),
         quant_conv="quant_conv.weight" in state,
     )
     vae_module.check(vae)
@@ -362,6 +372,15 @@ def _vae_blocks(attention_levels: Sequence[int], levels: int) -> dict[str, Any]:
         "down_block_types": [f"{prefix}DownEncoderBlock2D" for prefix in attn],
         "up_block_types": [f"{prefix}UpDecoderBlock2D" for prefix in attn[::-1]],
     }
+
+
+def _need(state: StateDict, name: str, *ndims: int) -> np.ndarray:
+    """Return an array. Raises ValueError if it is missing or empty, or its ndim not in `ndims`."""
+    array = state.get(name)
+    if array is None or array.ndim not in ndims or not array.size:
+        found = "it is missing" if array is None else f"it has the shape {array.shape}"
+        raise ValueError(f"these weights are not Stable Diffusion's, because of {name}: {found}")
+    return array
 
 
 def _count(pattern: str, state: StateDict) -> int:

@@ -2,8 +2,9 @@
 
 LoRA files have the parameter names of diffusers, of peft itself, of kohya's scripts, of LyCORIS or
 of ComfyUI. Names of diffusers and kohya can also be written. A file may also change the text
-encoder, although LoRA runs of this project train only the UNet. The layers of a file are LoRAs,
-LoHas or LoKrs, and each of them may be a DoRA (see lora_kinds.py). Other adapters are rejected.
+encoder, although LoRA runs of this project train only the UNet, and hold embeddings of words. The
+layers of a file are LoRAs, LoHas or LoKrs, and each of them may be a DoRA (see lora_kinds.py).
+Other adapters are rejected.
 """
 
 import json
@@ -20,11 +21,11 @@ import numpy as np
 from diffusion_jax import files
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.task import Params
-from diffusion_jax.text import clip_weights
+from diffusion_jax.text import TextEncoder, clip_weights
 from diffusion_jax.weights import lora, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry
 from sd_jax.unet import UNet
-from sd_jax.weights import lora_kinds, names
+from sd_jax.weights import lora_kinds, names, other_networks
 from sd_jax.weights.checkpoints import Checkpoint
 from sd_jax.weights.lora_kinds import Layer
 
@@ -40,14 +41,16 @@ _PREFIX = re.compile(
     r"(base_model\.model\.)?(unet\.|text_encoder\.|(model\.)?diffusion_model\."
     r"|(lora|lycoris)_(unet|te1?)_|lycoris_|((text_encoders\.)?clip_l|cond_stage_model)\.transformer\.)?"
 )
+_BUNDLED = re.compile(r"bundle_emb\.([^.]+)\.(?:string_to_param\..+|emb_params|clip_l)")
+"""The name of a word's embedding in a LoRA file, as the web UI of AUTOMATIC1111 reads it."""
 _OF_TEXT = re.compile(r"(^|[._])(self_attn[._](q|k|v|out)_proj|mlp[._]fc[12])$")
 _PART_NAMES = {"unet": "UNet", "text": "text encoder"}  # For messages.
 _FACTORS = (
-    (r"(.+)\.lora_(A|B)(?:\.\w+)?\.weight", {"A": "down", "B": "up"}),
+    (r"(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight", {"A": "down", "B": "up"}),
     (r"(.+)\.lora[_.](down|mid|up)\.weight", {}),
     (r"(.+)\.lora_linear_layer\.(down|up)\.weight", {}),
     (r"(.+)\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))", {}),
-    (r"(.+)\.(dora_scale|lora_magnitude_vector)(?:\.\w+)*", {}),
+    (r"(.+)\.(dora_scale|lora_magnitude_vector)(?:\.[^.]+)*", {}),
     (r"(.+)\.(alpha)", {}),
 )
 _FAMILIES = (
@@ -58,8 +61,9 @@ _FAMILIES = (
     (r"\.[ab][12]\.weight", "GLoRA"),
     (r"\.lora_embedding_[AB]", "a LoRA of token embeddings"),
     (r"\.diff(_b)?$|\.[wb]_norm$|\.set_weight$", "a set of weight differences"),
-    (r"\.lora_\w+(\.\w+)?\.bias$", "a LoRA with biases"),
+    (r"\.lora_\w+(\.[^.]+)?\.bias$", "a LoRA with biases"),
     (r"emb_params|string_to_param|^clip_[lg]$", "a textual inversion embedding"),
+    (r"^((unet|text_encoder):)?\d+(:up|:down)?$", "a LoRA of lora_diffusion, which numbers layers"),
 )
 """Patterns of array names, and the kinds of adapters that have them, which are not supported."""
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -95,6 +99,28 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
     return opened
 
 
+def add_words(files: Sequence[str], encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, Any]:
+    """Return a text encoder that also knows the words of embeddings in LoRA files, and its weights.
+
+    `files` are those of `apply`, and `frozen` holds the weights of `encoder`. Raises ValueError if
+    an embedding has another width than the text encoder, or a word is in it already.
+    """
+    for path, _ in (pair for text in files for pair in _parse(text)):
+        state = torch_files.read_state_dict(path)
+        matches = ((_BUNDLED.fullmatch(name), array) for name, array in state.items())
+        words = {m[1]: np.atleast_2d(np.asarray(w, np.float32)) for m, w in matches if m}
+        if others := [word for word, rows in words.items() if rows.shape[-1] != encoder.width]:
+            raise ValueError(
+                f"--lora={path} has an embedding of {others[0]!r} with vectors of width "
+                f"{words[others[0]].shape[-1]}, but the model's text encoder has width "
+                f"{encoder.width}: choose a LoRA for this model"
+            )
+        if words and encoder.add_words:
+            larger, frozen = encoder.add_words(frozen, words)
+            encoder = larger._replace(added=encoder.added)
+    return encoder, frozen
+
+
 def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """Read a LoRA file as {part: {name: Layer}}, where the part is "unet" or "text".
 
@@ -103,13 +129,15 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
+    factors = {name: array for name, array in state.items() if not _BUNDLED.fullmatch(name)}
     for pattern, family in _FAMILIES:
-        if found := [name for name in state if re.search(pattern, name)]:
+        if found := [name for name in factors if re.search(pattern, name)]:
             raise ValueError(
-                f"{path} is {family}, not a LoRA, LoHa or LoKr, because of {len(found)} of its "
-                f"{len(state)} arrays, such as {found[0]}: merge it with another program"
+                f"{path} is {family}, not a LoRA, LoHa or LoKr of named layers, because of "
+                f"{len(found)} of its {len(state)} arrays, such as {found[0]}: merge it with "
+                "another program"
             )
-    for name, array in state.items():
+    for name, array in factors.items():
         if (place := _place(name)) is None:
             strays.append(name)
             continue
@@ -130,7 +158,11 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
             if strays
             else f"{len(halves)} of {len(all_layers)} layers lack factors or mix kinds, such as "
         ) + torch_weights.some(strays or halves)
-        raise ValueError(f"{path} is not a LoRA, LoHa or LoKr: {misfits}. Choose another file")
+        kind = other_networks.kind_of(strays)
+        holds = f"holds {kind} and " if kind else ""
+        raise ValueError(
+            f"{path} {holds}is not a LoRA, LoHa or LoKr: {misfits}. Choose another file"
+        )
     try:
         torch_weights.check_finite(state)
     except ValueError as error:
@@ -348,8 +380,9 @@ def _merged(
     """
     unknown = [layer.name for key, layer in layers.items() if key not in table]
     if unknown:
+        kind = other_networks.kind_of(layers) or "another model"
         raise ValueError(
-            f"{path} belongs to another model, because {len(unknown)} of its {len(layers)} layers "
+            f"{path} belongs to {kind}, because {len(unknown)} of its {len(layers)} layers "
             f"do not exist in this model, such as {torch_weights.some(unknown)}: choose a LoRA for "
             "this model"
         )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.files import untrusted
 from diffusion_jax.nn import picture_fields
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
@@ -174,6 +175,15 @@ def unet_dialect(state: StateDict) -> str:
     return _dialect(state, marks, "a Stable Diffusion UNet")
 
 
+def vae_dialect(state: StateDict) -> str:
+    """Return the dialect of a VAE's array names, "ldm" or "diffusers".
+
+    Raises ValueError if the names belong to neither of these dialects.
+    """
+    marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
+    return _dialect(state, marks, "an autoencoder")
+
+
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
     """Convert a UNet's state dict, with LDM's, NeMo's or diffusers' names, to params.
 
@@ -188,8 +198,7 @@ def vae_from_torch(state: StateDict, vae: VAE) -> Any:
 
     Raises ValueError if arrays are missing or unknown; the message lists their names.
     """
-    marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
-    dialect = _dialect(state, marks, "an autoencoder")
+    dialect = vae_dialect(state)
     state = _with_current_names(state) if dialect == "diffusers" else state
     abstract = abstract_vae(vae)
     return torch_weights.to_params(state, vae_table(abstract, vae, dialect), abstract)
@@ -261,15 +270,15 @@ _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_att
 
 def _with_current_names(state: StateDict) -> dict[str, np.ndarray]:
     """Rename the attention layers of a VAE of diffusers before 0.14 to diffusers' current names."""
-    renamed = {}
+    renamed = []
     for name, array in state.items():
         block, _, suffix = name.partition(".attentions.0.")
         part, _, kind = suffix.rpartition(".")
         if part in _OLD_VAE_ATTENTION:
             name = f"{block}.attentions.0.{_OLD_VAE_ATTENTION[part]}.{kind}"
             array = array.reshape(array.shape[:2]) if kind == "weight" else array
-        renamed[name] = array
-    return renamed
+        renamed.append((name, array))
+    return untrusted.once(renamed)
 
 
 def _dialect(state: StateDict, marks: Mapping[str, str], kind: str) -> str:

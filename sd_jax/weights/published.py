@@ -14,6 +14,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import check_fits, make_programs
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.text import clip, tokenize
+from diffusion_jax.text import encoder as text_encoder
 from diffusion_jax.text.tokenize import TextTokenizer
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
@@ -93,6 +94,7 @@ def load_stage(
     text_params = text.params
     if embedding:
         encoder, text_params = embedding_files.apply(embedding, encoder, text_params)
+    encoder, text_params = lora_files.add_words(file.lora or (), encoder, text_params)
 
     # The sampler.
     guiding = {"sampler.guiding": "pix2pix"} if p.sees == PIX2PIX else {}
@@ -211,8 +213,8 @@ def _tokenizer(
 ) -> TextTokenizer:
     """Return the tokenizer in the folder `tokenizer`.
 
-    Raises ValueError if there is no tokenizer, or if the text encoder's width is not `width`, the
-    width of the text that the UNet attends to.
+    Raises ValueError if there is no tokenizer, if it has more tokens than the text encoder, or if
+    the text encoder's width is not `width`, the width of the text that the UNet attends to.
     """
     if text.tower.width != width:
         raise ValueError(
@@ -224,7 +226,9 @@ def _tokenizer(
             f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
             "and merges.txt"
         )
-    return tokenize.clip(tokenizer, open_clip=text.pads_with_0)
+    opened = tokenize.clip(tokenizer, open_clip=text.pads_with_0)
+    text_encoder.check_fits("CLIP", tokenizer, text.tower, opened.vocab_size, width)
+    return opened
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:

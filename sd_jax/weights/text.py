@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import clip, clip_weights
 from diffusion_jax.text.clip import TextTower
 from diffusion_jax.text.tokenize import TextTokenizer
@@ -50,7 +51,7 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
     if the number of heads is unknown because no model of OpenAI or OpenCLIP has this width.
     """
     start = r"^transformer\.(?=(text_model|embeddings|encoder|final_layer_norm)\.)"
-    state = {re.sub(start, "", name): array for name, array in state.items()}
+    state = untrusted.once([(re.sub(start, "", name), array) for name, array in state.items()])
     of_open_clip = clip_weights.is_open_clip(state)
     embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
     if embedding is None:

@@ -1,10 +1,13 @@
 """The lists of commands printed by `python -m imagen_jax` and `python -m sd_jax`."""
 
+import logging
+import re
 import sys
 
 import pytest
 
-from diffusion_jax import commands
+from diffusion_jax import cli, commands
+from tests.imagen_jax import commands as processes
 
 
 def test_every_command_is_listed_with_a_sentence(capsys, monkeypatch):
@@ -36,3 +39,21 @@ def test_an_unknown_command_is_an_error_that_suggests_a_similar_one(
     message = capsys.readouterr().err
     assert message.startswith(f"error: unknown command '{word}': write python -m {suggested}; ")
     assert "evaluate, mlperf, precache" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["imagen_jax", "sd_jax", "diffusion_jax"])
+def test_help_of_every_command_ends_with_exit_code_0(package):
+    ended = {name: processes.run(name, "--help", devices=1) for name in commands.find(package)}
+    assert [name for name, one in ended.items() if one.code or not one.out] == []
+
+
+def test_log_lines_show_the_time_and_the_level_of_warnings():
+    shown = []
+    for level in ("INFO", "WARNING"):
+        record = logging.LogRecord(
+            "absl", getattr(logging, level), "a.py", 1, "drew %d\x1b", (3,), None
+        )
+        shown.append(cli._Printable().format(record))
+    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d drew 3\\x1b", shown[0]), shown[0]
+    assert shown[1][14:] == " warning: drew 3\\x1b"

@@ -37,9 +37,8 @@ EXTRAS += "tensorboard tensorflow tensorflow_datasets torch uvicorn"
 
 def write_models(folder):
     """Write a T5 and a CLIP with random weights under the names of the page's examples."""
-    for name in ("t5-small", "clip-vit-large-patch14"):
-        path = folder / name
-        kind = "t5" if name.startswith("t5") else "clip"
+    for name in ("google-t5/t5-small", "openai/clip-vit-large-patch14"):
+        path, kind = folder / name, "t5" if "t5" in name else "clip"
         write = tiny_weights.t5_folder if kind == "t5" else tiny_weights.clip_folder
         write(path, *(["clip"] if kind == "clip" else []))
         config = json.loads((path / "config.json").read_text())
@@ -78,7 +77,7 @@ def test_the_page_names_every_stable_function():
 
 def test_clip_through_the_stable_functions_equals_transformers_saved_outputs(tmp_path):
     """The fixture holds ids, and the outputs of transformers' CLIPModel for them."""
-    folder = write_models(tmp_path) / "clip-vit-large-patch14"
+    folder = write_models(tmp_path) / "openai/clip-vit-large-patch14"
     encoder, case = text.load(folder), tiny_weights.case("clip")
     tokens = {"text_ids": case["ids"].astype(np.int32)}
     outputs = text.outputs(encoder, tokens)
@@ -111,7 +110,7 @@ def test_t5_through_the_stable_functions_equals_transformers_saved_outputs(tmp_p
 
 
 def test_embed_compiles_once_and_does_not_read_the_weights_again(tmp_path):
-    encoder = text.load(write_models(tmp_path) / "t5-small", max_tokens=8)
+    encoder = text.load(write_models(tmp_path) / "google-t5/t5-small", max_tokens=8)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(encoder.frozen))
     first, _ = text.embed(encoder, ["a red seven"])
     with jax.no_tracing():
@@ -125,7 +124,7 @@ def test_models_of_other_kinds_are_an_error_that_names_the_kinds(tmp_path):
         ValueError, match=r"model_type is 'llama' in .*: text encoders of the types t5, clip"
     ):
         text.load(tmp_path)
-    encoder = text.load(write_models(tmp_path) / "t5-small")
+    encoder = text.load(write_models(tmp_path) / "google-t5/t5-small")
     assert (encoder.width, encoder.max_tokens) == (16, 512)
     with pytest.raises(ValueError, match="the encoder t5 has one embedding per token"):
         text.outputs(encoder, ["a"])
@@ -140,7 +139,7 @@ def test_features_do_not_depend_on_the_batch_size(batch_size):
 
 
 def test_pair_cosines_are_those_of_each_picture_with_its_own_text(tmp_path):
-    folder = write_models(tmp_path) / "clip-vit-large-patch14"
+    folder = write_models(tmp_path) / "openai/clip-vit-large-patch14"
     clip, images = metrics.load_clip(folder), pictures(0, 5)
     prompts = ["a", "b c", "d", "e f g", ""]
     cosines = metrics.pair_cosines(clip, batch_size=2)(images, prompts)

@@ -142,13 +142,19 @@ def test_the_error_about_a_misspelled_workdir_names_the_run_beside_it(tmp_path):
     assert str(error.value) == expected
 
 
-def test_fields_missing_in_an_old_config_get_defaults_and_are_logged(tmp_path, caplog):
+def test_fields_missing_in_an_old_config_get_defaults_and_are_logged_once_in_training(
+    tmp_path, caplog
+):
     old = systems.complete(config())
     del old["step_timeout"], old["unet"]["kind"], old["evaluation"]
-    write(tmp_path, old)
+    write(tmp_path, old, version=versions.VERSION)
     with caplog.at_level("INFO", logger="absl"):
-        loaded = runs.load(tmp_path)
-    assert (loaded["step_timeout"], loaded["unet"]["kind"]) == (1800, "unet")
+        loaded = runs.load(tmp_path)  # As every command does.
+        assert (loaded["step_timeout"], loaded["unet"]["kind"]) == (1800, "unet")
+        assert not caplog.records
+        for _ in range(2):  # Two starts of training. The first one completes the config.
+            runs.claim(tmp_path, config(), write=False)
+            runs.claim(tmp_path, config())
     (line,) = (record.getMessage() for record in caplog.records)
     later = ", ".join(f"evaluation.{field}" for field in sorted(Evaluation._fields))
     assert line == (

@@ -63,4 +63,4 @@ def test_a_flow_model_is_trained_sampled_with_autoguidance_and_swept(runs, tmp_p
     with (runs / "flow" / "evaluation" / "pp" / "sweep.csv").open() as file:
         assert [row["guidance"] for row in csv.DictReader(file)] == ["0.5", "1.0"]
     ended = run("sample", flow, prompt, "--guiding=apgg", f"--out={tmp_path}", code=2)
-    assert "sampler.guiding is 'apgg': did you mean 'apg'?" in ended.err
+    assert "--guiding is 'apgg': did you mean 'apg'?" in ended.err

@@ -122,10 +122,10 @@ def test_sample_logs_the_rate_and_the_time_left(six):
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),
-        (("--prompt=a", "--steps=0"), "sampler.steps is 0: it must be above 0"),
-        (("--prompt=a", "--guidance=two"), "sampler.guidance is 'two': it must be a number"),
+        (("--prompt=a", "--steps=0"), "--steps is 0: it must be above 0"),
+        (("--prompt=a", "--guidance=two"), "--guidance is 'two': it must be a number"),
         (("--prompt=a", "--guidance=1,2"), "guidance has 2 values for 1 stages"),
-        (("--prompt=a", "--sampler=huen"), "sampler.name is 'huen': did you mean 'heun'?"),
+        (("--prompt=a", "--sampler=huen"), "--sampler is 'huen': did you mean 'heun'?"),
     ],
 )
 def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, arguments, message):
@@ -134,6 +134,15 @@ def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, argumen
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_missing_flags_are_named_with_their_meaning(trained):
+    ended = commands.run("sample", f"--workdir={trained}", "--prompt=a")
+    assert (ended.code, ended.err) == (2, "error: --out is missing: the folder to write to\n")
+    both = "--workdir is missing: the folder of this run; created if needed; --config is missing: "
+    ended = commands.run("train")
+    assert ended.code == 2 and ended.err.startswith(f"error: {both}"), ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_sampling_a_folder_without_a_run_is_an_error_with_a_train_command(tmp_path):

@@ -119,6 +119,7 @@ def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captione
         assert sheet.width == 4 + 8 * 132
     again = commands.run(f"{package}.start", *arguments, devices=1)
     assert again.code == 2 and "exists already" in again.err
+    assert "A new model memorises so few pictures" in ended.out.replace("\n", " ")
     after = ended.out.partition("next:\n")[2].replace("runs/", f"{tmp_path}/runs/").splitlines()
     # The config refers to the autoencoder that is trained first.
     for config in tmp_path.glob("mine*.py"):
@@ -130,5 +131,12 @@ def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captione
     drawn = next(line for line in after if f"{package}.sample" in line)
     assert ("--prompt=''" in drawn) == (not captioned)
     follow(drawn.replace("pictures/", f"{tmp_path}/pictures/"), "--num_images=2")
+    commands_after = [line.split()[2] for line in after]
+    page, report = (f"--workdir={tmp_path}/runs/mine", f"{tmp_path}/runs/mine")
+    assert [line.split()[3].partition(",")[0] for line in after[-2:]] == [page, report]
+    assert commands_after[-2:] == [f"{package}.web", "diffusion_jax.report"]
+    said = follow(next(line for line in after if "diffusion_jax.verdict" in line)).out
+    assert re.search(r"loss +\S+ on \d+ held-out pictures, against \S+ on \d+ training", said), said
+    assert (tmp_path / "runs/mine/verdict.png").is_file()
     with Image.open(tmp_path / "pictures/mine/seed_000001.png") as picture:
         assert picture.size in ((32, 32), (64, 64))

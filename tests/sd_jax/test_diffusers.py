@@ -3,6 +3,7 @@
 pip install torch diffusers transformers
 """
 
+import json
 import shutil
 import sys
 
@@ -211,3 +212,35 @@ def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampl
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{sampler}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1.
+
+
+@pytest.mark.parametrize("pad", ["a</w>", "<|endoftext|>"])
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_the_tokenizers_files_in_a_directory_decide_its_padding(
+    folder, tmp_path, pad, file, monkeypatch
+):
+    """The first token is the padding of Stable Diffusion 2, where it is "!"."""
+    shutil.copytree(folder, tmp_path / "d")
+    names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": pad}
+    (tmp_path / "d" / "tokenizer" / f"{file}.json").write_text(json.dumps(names))
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "d")
+    pipeline.tokenizer.model_max_length = 16
+    assert pipeline.tokenizer.pad_token == pad
+    noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
+    monkeypatch.setattr(
+        "diffusion_jax.diffusion.samplers.initial_noise",
+        lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
+    )
+    values = {"steps": 3, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
+    model = drawing.load(tmp_path / "d", sampler="ddim", **values)
+    ((ours,),) = model.batches(["a &amp; d"], [0], [0])
+    scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config)
+    monkeypatch.setattr(pipeline, "scheduler", scheduler)
+    theirs = pipeline(
+        "a &amp; d", negative_prompt="b", height=32, width=48, num_inference_steps=3,
+        guidance_scale=3.0, latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
+        output_type="np",
+    ).images  # fmt: skip
+    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    print(f"{pad}: {error:.2e}")
+    assert error < 1e-4  # For pixels between 0 and 1. With the other padding: 0.4.

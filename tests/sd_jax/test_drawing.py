@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -143,6 +144,14 @@ def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_ou
     with pytest.raises(ValueError, match=re.escape(message)):
         file = file._replace(config=str(tmp_path / "ldm.yaml"))
         drawing.load(tmp_path / "a.npz", file=file, **VALUES)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_text_encoder_is_an_error(published, tmp_path):
+    shutil.copytree(published / "d", tmp_path / "d")
+    names = '{"pad_token": "[PAD]", "eos_token": "<|endoftext|>"}'
+    (tmp_path / "d" / "tokenizer" / "tokenizer_config.json").write_text(names)
+    with pytest.raises(ValueError, match="tokenizer has 41 tokens, but the weights have only 40"):
+        drawing.load(tmp_path / "d", **VALUES)
 
 
 def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):

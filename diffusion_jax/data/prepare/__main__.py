@@ -1,6 +1,6 @@
 """Prepare data sets, with the commands fetch, download, reshard, index, merge, validate and emoji.
 
-    python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
+    python -m diffusion_jax.data.prepare validate --data=webdataset:shards --out=report
 
 Files appear only once they are complete, so a killed command can run again. Commands that write
 many files skip existing ones. docs/data.md has an example of each command.
@@ -12,13 +12,14 @@ import re
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import flags
 
-from diffusion_jax import cli, files
+from diffusion_jax import cli, exits, files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import engines, sources
+from diffusion_jax.data import engines, guess, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.examples.emoji import prepare as emoji
@@ -33,9 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.start(alone=True)
     args, more = _parser().parse_known_args(arguments)
     if more and args.command != "download":
-        _parser().error(f"unknown arguments {' '.join(more)}: see {args.command} --help")
+        _parser().error(f"unknown arguments {' '.join(more)}")
     args.more = more
     with cli.bad_input():
+        if "data" in args:
+            _name_source(args)
         code = args.run(args)
     sys.exit(code)
 
@@ -131,14 +134,32 @@ def _emoji(args: argparse.Namespace) -> int:
     return 0
 
 
+def _name_source(args: argparse.Namespace) -> None:
+    """Set source, path and text from --data. Raises ValueError if no data set is named."""
+    if args.data:
+        data = guess.guess(args.data, args.text or "")
+        args.source, args.path, args.text = data.source, data.path, data.text
+    elif not (args.source and args.path):
+        raise ValueError("--data is missing: give a path, or SOURCE:PATH::TEXT")
+    args.text = args.text or Data._field_defaults["text"]
+
+
 def _open(args: argparse.Namespace) -> Records:
     place = {"path": args.path, "text": args.text, "fields": tuple(args.fields)}
     data = Data(args.source, **place, uncaptioned="drop", max_broken=args.max_broken)
     return sources.open_records(data)
 
 
+class _OneLine(argparse.ArgumentParser):
+    """A parser whose errors are one line, as in all other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(exits.REFUSED)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Prepare data sets; docs/data.md shows how.")
+    parser = _OneLine(description="Prepare data sets; docs/data.md shows how.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, help):
@@ -235,9 +256,10 @@ def _count(text: str) -> int:
 
 
 def _add_source(arg, max_broken: float = 1.0) -> None:
-    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or a module of yours")
-    arg("--path", required=True, help="the value of data.path in a config")
-    arg("--text", default="txt", help="the value of data.text in a config")
+    arg("--data", help="the data set: a path, or SOURCE:PATH::TEXT, instead of the next three")
+    arg("--source", help=f"{', '.join(sources.SOURCES)}, or a module of yours")
+    arg("--path", help="the value of data.path in a config")
+    arg("--text", help="the value of data.text in a config")
     arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
         help="an entry of data.fields in a config; may be repeated")  # fmt: skip
     arg(

@@ -128,6 +128,13 @@ def test_transparent_parts_of_a_mask_do_not_count():
     np.testing.assert_array_equal(weights(png(palette, transparency=0)), white[..., 3])
 
 
+def test_a_mask_without_transparent_pixels_may_have_greys_in_every_mode():
+    grey = PIXELS[0, ..., 3]
+    for mode in ("L", "RGB", "LA", "RGBA"):
+        mask = png(Image.fromarray(grey).convert(mode))
+        np.testing.assert_array_equal(weights(mask), grey)
+
+
 def test_a_coloured_black_damaged_or_ambiguous_mask_is_unusable():
     partly = np.full((SIDE, SIDE, 4), 120, np.uint8)
     partly[:4, :, 3] = 255

@@ -94,3 +94,12 @@ def test_seconds_measures_one_call_without_compilation(monkeypatch):
         return np.zeros(())
 
     assert checks.seconds(run, 0.05) == pytest.approx(0.01) and len(calls) == 9
+
+
+def test_operations_outside_of_jit_are_compared_with_numpy(monkeypatch):
+    device = jax.devices()[0]
+    assert {row["verdict"] for row in checks.outside_jit(device)} == {"right"}
+    monkeypatch.setattr(jnp, "ones", lambda *a: jnp.zeros(*a))
+    wrong = [row for row in checks.outside_jit(device) if row["verdict"] != "right"]
+    assert [row["check"] for row in wrong] == ["addition, outside of jit"]
+    assert wrong[0]["verdict"] == f"wrong: use another version of jax than {jax.__version__}"

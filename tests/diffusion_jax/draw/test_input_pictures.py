@@ -80,6 +80,13 @@ def test_transparent_pixels_become_white_in_a_picture_and_black_in_a_mask():
         input_pictures.upright(image, "L", "mask")
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "RGB", "L"])
+def test_a_brush_with_soft_edges_is_a_mask_if_no_pixel_is_transparent(mode):
+    levels = np.array([[0, 60, 128, 200, 255]], np.uint8)  # As a browser's canvas, in mode RGBA.
+    mask = Image.fromarray(levels).convert(mode)
+    assert np.asarray(input_pictures.upright(mask, "L", "mask")).tolist() == levels.tolist()
+
+
 @pytest.mark.parametrize(
     ("level", "message"),
     [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")],

@@ -58,14 +58,14 @@ def test_values_and_strings_are_converted_to_the_type_of_their_option():
     ("values", "message"),
     [
         ({"stepz": 3}, "there is no option 'stepz': did you mean steps"),
-        ({"steps": 0}, "sampler.steps is 0: it must be above 0"),
-        ({"steps": "2.5"}, "sampler.steps is '2.5': it must be a whole number"),
-        ({"steps": True}, "sampler.steps is True: it must be a whole number"),
-        ({"eta": "one"}, "sampler.eta is 'one': it must be a number"),
-        ({"eta": 2}, "sampler.eta is 2.0: it must be from 0 to 1"),
-        ({"sampler": "huen"}, "sampler.name is 'huen': did you mean 'heun'"),
-        ({"negative_prompt": 3}, "sampler.negative_prompt is 3: it must be a string"),
-        ({"aug_sigma": "0"}, "super_resolution.aug_sigma is 0.0: it must be above 0"),
+        ({"steps": 0}, "steps is 0: it must be above 0"),
+        ({"steps": "2.5"}, "steps is '2.5': it must be a whole number"),
+        ({"steps": True}, "steps is True: it must be a whole number"),
+        ({"eta": "one"}, "eta is 'one': it must be a number"),
+        ({"eta": 2}, "eta is 2.0: it must be from 0 to 1"),
+        ({"sampler": "huen"}, "sampler is 'huen': did you mean 'heun'"),
+        ({"negative_prompt": 3}, "negative_prompt is 3: it must be a string"),
+        ({"aug_sigma": "0"}, "aug_sigma is 0.0: it must be above 0"),
         ({"checkpoint": 1.5}, "checkpoint is 1.5: it must be a whole number"),
     ],
 )
@@ -119,9 +119,29 @@ def test_flags_have_one_value_for_all_stages_or_one_for_each():
 @pytest.mark.parametrize("given", [["a.pt", "b,c.pt"], ["a.pt,b,c.pt"], ["a.pt"], []])
 def test_a_repeated_flag_of_files_joins_them_with_commas(given):
     joined = ",".join(given) or None
-    assert option_flags.values(holders(embedding=given or None)) == {"embedding": joined}
+    one = holders(embedding=given or None)
+    assert option_flags.values(drawing.OPTIONS, one) == {"embedding": joined}
     points = option_flags.points(drawing.OPTIONS, holders(embedding=given, eta=["0", "1"]), 1)
     assert points == [[{"embedding": joined, "eta": eta}] for eta in "01"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": ["0"]}, "--steps is 0: it must be above 0"),
+        ({"guidance": ["two"]}, "--guidance is 'two': it must be a number"),
+        ({"sampler": ["heun(churn=-1)"]}, "--sampler: churn is -1: it must be from 0 to 1000"),
+    ],
+)
+def test_an_error_in_a_flag_names_the_flag(given, message):
+    for read in (option_flags.by_stage, option_flags.points):
+        with pytest.raises(ValueError) as error:
+            read(cascade.OPTIONS, holders(**given), 1)
+        assert str(error.value).startswith(message)
+    (name, (value,)) = next(iter(given.items()))
+    with pytest.raises(ValueError) as error:
+        option_flags.values(cascade.OPTIONS, holders(**{name: value}))
+    assert str(error.value).startswith(message)
 
 
 def test_options_that_are_read_when_a_model_opens_cannot_vary_in_a_sweep():

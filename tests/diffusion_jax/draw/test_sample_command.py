@@ -44,3 +44,27 @@ def test_a_batch_with_nan_is_an_error_and_writes_no_picture(tmp_path, capsys):
         sample_command._write(model, INPUTS, tmp_path, [0, 1], [0, 1], batches)
     assert capsys.readouterr().err.startswith("error: 1 of 2 pictures are not finite: the sampler")
     assert not any(tmp_path.iterdir())
+
+
+def test_an_earlier_drawing_moves_to_a_numbered_folder_before_the_next_one(tmp_path):
+    out, all_sizes = tmp_path / "out", INPUTS._replace(all_sizes=True)
+    out.mkdir()
+    (out / "notes.txt").touch()
+    contents = lambda folder: {p.name: p.read_bytes() for p in folder.glob("[!n]*")}
+    drawn = []
+    for count, grey in ((2, 0.1), (2, 0.3), (1, 0.5)):
+        sizes = np.full((count, 2, 2, 3), grey), np.full((count, 4, 4, 3), grey)
+        sample_command._move_earlier(out)
+        sample_command._write(Constant(), all_sizes, out, [0, 1], [0, 1], [sizes])
+        drawn.append(contents(out))
+    assert [len(one) for one in drawn] == [6, 6, 4]  # No drawing is mixed with another one.
+    assert [contents(tmp_path / name) for name in ("out_1", "out_2", "out")] == drawn
+    assert (out / "notes.txt").exists()
+
+
+def test_metadata_of_other_pictures_is_an_error_and_stays(tmp_path):
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "a dog"}\n')
+    (tmp_path / "0.png").touch()
+    with pytest.raises(ValueError, match=f"^--out={tmp_path} holds a metadata.jsonl of other pict"):
+        sample_command._move_earlier(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"metadata.jsonl", "0.png"}

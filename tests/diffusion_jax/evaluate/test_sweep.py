@@ -135,6 +135,9 @@ def test_features_with_other_settings_are_an_error_that_names_them(tmp_path):
 def test_describe_lists_each_score_with_its_interval():
     row = {"guidance": "1.5", "fid": "12.25", "fid_low": "11", "fid_high": "13", "clip_score": 0.25}
     assert sweep.describe(row) == "guidance 1.5\nFID 12.25 (11 to 13)\nCLIP score 0.25"
+    share = {"guidance": 2, "r1_judge": 1.0, "r1_judge_low": 0.965, "r1_judge_high": 1.0}
+    expected = "guidance 2\nown caption the nearest (judge) 100 % (96.5 to 100 %)"
+    assert sweep.describe(share) == expected
 
 
 def test_with_two_processes_process_0_sends_the_missing_images_to_both(tmp_path, monkeypatch):

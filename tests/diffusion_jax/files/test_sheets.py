@@ -102,3 +102,11 @@ def test_wrapping_a_caption_of_5000_words_reads_only_its_beginning():
     font = sheets._font("word")
     lines = sheets._wrapped("word " * 5_000, font, 96)
     assert lines == sheets._wrapped("word " * 40, font, 96) and len(lines) == 3
+
+
+def test_captions_of_neighbours_keep_a_gap_and_empty_prompts_are_named():
+    sheet = sheets.contact_sheet(colours(*[255] * 8), ["w" * 90] * 8)
+    columns = (sheet < 128).any((0, 2))  # Columns with letters.
+    gaps = [columns[4 + 132 * n - 8 : 4 + 132 * n].any() for n in range(1, 9)]
+    assert columns.any() and not any(gaps)
+    assert sheets.labels(["a fox", " ", ""]) == ["a fox", "(no prompt)", "(no prompt)"]

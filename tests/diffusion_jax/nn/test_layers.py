@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_jax.devices import flops
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense, dense_halves
+from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense, geglu
 from imagen_jax.layers import ConvTranspose
 from imagen_jax.layers import ResBlock as ImagenBlock
 from sd_jax.unet import ResBlock
@@ -52,12 +52,12 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
 
 @pytest.mark.parametrize(("layer", "shape", "fan_in"), [
     (lambda x: dense(x, 64, "layer", dtype=x.dtype), (2, 9, 48), 48),
-    (lambda x: jnp.concatenate(dense_halves(x, 64, "layer", dtype=x.dtype)), (2, 9, 48), 48),
+    (lambda x: geglu(x, 32, "layer", dtype=x.dtype), (2, 9, 48), 48),
     (lambda x: ToHeads(3, 4, 16, name="layer")(x), (2, 9, 48), 48),
     (lambda x: FromHeads(64, name="layer")(x), (2, 9, 4, 12), 48),
     (lambda x: conv(x, 64, "layer", kernel=3, dtype=x.dtype), (2, 7, 8, 16), 144),
     (lambda x: ConvTranspose(x.dtype, name="layer")(x), (2, 7, 8, 32), 512),
-], ids=["dense", "halves", "to heads", "from heads", "conv", "transposed conv"])  # fmt: skip
+], ids=["dense", "geglu", "to heads", "from heads", "conv", "transposed conv"])  # fmt: skip
 def test_initial_weights_have_the_range_and_deviation_of_torchs(layer, shape, fan_in):
     class Model(nn.Module):
         @nn.compact

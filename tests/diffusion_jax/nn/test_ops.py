@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
@@ -124,13 +125,30 @@ def test_sinusoids_are_cosines_then_sines():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_linear_halves_splits_the_output_channels_in_two(platform, monkeypatch):
+def test_geglu_gates_the_first_half_of_a_product_by_the_gelu_of_the_second(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 3, 4), normal(4, 10, seed=1), normal(10, seed=2)
-    expected = np.float64(x) @ np.float64(kernel) + np.float64(bias)
-    first, second = ops.linear_halves(x, kernel, bias)
-    np.testing.assert_allclose(first, expected[..., :5], atol=1e-5)
-    np.testing.assert_allclose(second, expected[..., 5:], atol=1e-5)
+    value, gate = np.split(np.float64(x) @ np.float64(kernel) + np.float64(bias), 2, axis=-1)
+    gelu = gate * scipy.stats.norm.cdf(gate)
+    np.testing.assert_allclose(ops.geglu(x, kernel, bias), value * gelu, atol=1e-5)
+    # With a cotangent of ones, the bias's gradient sums gelu(gate), and value times its slope.
+    gradient = jax.grad(lambda bias: ops.geglu(x, kernel, bias).sum())(bias)
+    slope = scipy.stats.norm.cdf(gate) + gate * scipy.stats.norm.pdf(gate)
+    expected = np.concatenate([gelu.sum((0, 1)), (value * slope).sum((0, 1))])
+    np.testing.assert_allclose(gradient, expected, atol=2e-5)
+
+
+def test_on_a_gpu_geglu_stores_two_products_for_its_gradient(monkeypatch):
+    x, kernel, bias = normal(16, 4), normal(4, 10, seed=1), normal(10, seed=2)
+    outputs = {}
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(ops, "platform", lambda name=platform: name)
+        out, pullback = jax.vjp(ops.geglu, x, kernel, bias)
+        arrays = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "ndim", 0) == 2]
+        outputs[platform] = (out, *pullback(jnp.ones_like(out)))
+    assert sorted(a.shape for a in arrays if len(a) == 16) == [(16, 4), (16, 5), (16, 5)]
+    for theirs, ours in zip(outputs["cpu"], outputs["gpu"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_4x4_convolution_with_stride_2_matches_numpy():

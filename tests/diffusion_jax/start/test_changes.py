@@ -3,9 +3,11 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data import split
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.examples.digits import rendering as digits
@@ -111,3 +113,26 @@ def test_a_written_config_has_comments_and_reads_back_unchanged():
     assert (config["steps"], config["data"]["path"]) == (12_345, "it's\nthere")
     assert config["prompts"] == ('a "red" seven', "é\\") and config["unet"]["patch"] == 4
     compile(text, "mine.py", "exec")
+
+
+class Numbered(Records):
+    """Records whose keys are their numbers."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def read(self, indices):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "most"), [(5, 0, 0), (23, 0, 0), (24, 8, 12), (64, 8, 9), (1000, 80, 120)]
+)
+def test_a_tenth_of_the_pictures_is_held_out_and_at_least_eight(count, least, most):
+    share = changes.held_out(Numbered(count))
+    keys = np.arange(count, dtype=np.uint64)
+    assert least <= (split.hashed(keys) < share).sum() <= most
+    assert (share == 0.1) == (count == 1000)

@@ -120,29 +120,62 @@ def test_open_clip_pads_with_0_and_openai_clip_with_the_end_token(clip_folder):
         assert tokens["text_ids"].tolist() == [[2512, 320, 2368, 2513, pad, pad]]
 
 
-@pytest.mark.parametrize("text", ["wow!", "hello!!! world", "!", "a!b", "caf\u00e9 &amp; it's!"])
-def test_an_exclamation_mark_is_token_0_in_folders_of_stable_diffusion_2(
-    clip_folder, tmp_path, text
-):
-    """transformers splits texts at the padding token, and does not clean them."""
+TEXTS = ("wow!", "hello!!! world", "!", "a!b", "caf\u00e9 &amp; it's!", "A <|endoftext|> b", "")
+NAMED = {  # The padding in special_tokens_map.json and in tokenizer_config.json.
+    "Stable Diffusion 2": ("!", "<|endoftext|>"),
+    "the end token": ("<|endoftext|>", "<|endoftext|>"),
+    "only in the config": (None, "<|endoftext|>"),
+    "only in the map": ("!", None),
+    "a dictionary": ({"content": "!", "lstrip": False}, None),
+    "a word": ("b</w>", None),
+    "a new token": ("[PAD]", "[PAD]"),
+}
+
+
+@pytest.fixture
+def transformers_folder(clip_folder, tmp_path):
+    """Return a folder with the tokenizer in the format of transformers, without a config."""
     vocab, merges = tokenize._read_open_ai(clip_folder / "bpe_simple_vocab_16e6.txt.gz")
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     lines = ["#version: 0.2", *(f"{a} {b}" for a, b in merges)]
     (tmp_path / "merges.txt").write_text("\n".join(lines) + "\n")
-    names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "!"}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    config = names | {"pad_token": "<|endoftext|>", "tokenizer_class": "CLIPTokenizer"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = transformers.CLIPTokenizer.from_pretrained(str(tmp_path))
-    expected = theirs(text, padding="max_length", max_length=40, truncation=True)["input_ids"]
-    begin, *_, end = expected[: expected.index(theirs.eos_token_id) + 1]
-    assert (begin, end) == (theirs.bos_token_id, theirs.eos_token_id)
-    assert expected[: expected.index(end)].count(0) == text.count("!") > 0
-    ours = tokenize.clip(tmp_path, open_clip=True)([text], 40)["text_ids"][0]
-    assert ours.tolist() == expected
-    (tmp_path / "special_tokens_map.json").unlink()
-    mended = ids(tokenize.clip(tmp_path, open_clip=True), text)
-    assert mended == ids(tokenize.clip(clip_folder, open_clip=True), text)
+    return tmp_path
+
+
+def name_padding(folder, named):
+    for file, pad in zip(("special_tokens_map", "tokenizer_config"), named, strict=True):
+        names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": pad}
+        if pad:
+            (folder / f"{file}.json").write_text(json.dumps(names))
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+@pytest.mark.parametrize("open_clip", [False, True])
+@pytest.mark.parametrize("named", NAMED)
+def test_the_files_of_a_folder_decide_its_padding_as_in_transformers(
+    transformers_folder, tmp_path, named, open_clip, is_saved_again
+):
+    """transformers splits texts at the padding token, and does not clean them."""
+    name_padding(transformers_folder, NAMED[named])
+    theirs = transformers.CLIPTokenizer.from_pretrained(str(transformers_folder))
+    if is_saved_again:
+        theirs.save_pretrained(tmp_path / "again")
+    folder = tmp_path / "again" if is_saved_again else transformers_folder
+    ours = tokenize.clip(folder, open_clip=open_clip)
+    expected = theirs(list(TEXTS), padding="max_length", max_length=40, truncation=True)
+    assert ours(TEXTS, 40)["text_ids"].tolist() == expected["input_ids"]
+    assert ours.pad == theirs.pad_token_id == expected["input_ids"][-1][-1]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_are_cleaned_as_in_open_clip_if_no_file_names_the_padding(
+    transformers_folder, clip_folder, text
+):
+    mended = ids(tokenize.clip(clip_folder, open_clip=True), text)
+    assert ids(tokenize.clip(transformers_folder, open_clip=True), text) == mended
+    name_padding(transformers_folder, NAMED["the end token"])
+    (transformers_folder / "open_clip_config.json").write_text("{}")
+    assert ids(tokenize.clip(transformers_folder, open_clip=True), text) == mended
 
 
 def test_open_clip_decodes_html_entities(clip_folder):

@@ -163,9 +163,22 @@ def test_the_vocabulary_includes_all_captions_of_a_picture(tmp_path):
     assert stored and stored.words == {"one", "two", "three"} and stored.num_captions == 3
 
 
-@pytest.mark.parametrize("changes", [{"start": print}, {"open_prompts": None}])
-def test_finetuning_and_runs_without_prompts_store_no_vocabulary(tmp_path, changes):
-    train_command.keep_vocabulary(tmp_path, inputs(["a fox"], **changes)[0])
+@pytest.mark.parametrize("origin", ["{}/base", "{}/base@20"])
+def test_a_run_that_starts_from_a_run_knows_its_words_and_the_new_ones(tmp_path, origin):
+    (tmp_path / "base").mkdir()
+    vocabulary.write(tmp_path / "base", vocabulary.of(["a fox", "a cat, noto style"]))
+    train_command.keep_vocabulary(tmp_path, inputs(["a zorb", "a cat"])[0], origin.format(tmp_path))
+    stored = vocabulary.read(tmp_path)
+    assert stored == vocabulary.Vocabulary(
+        4, frozenset({"a", "fox", "cat", "noto", "style", "zorb"}),
+        ("a cat", "a zorb", "a cat, noto style", "a fox"),
+    )  # fmt: skip
+    assert vocabulary.warning(stored, ["a zorb and a fox, noto style"], "hashed") == ""
+
+
+def test_runs_without_prompts_and_from_weights_of_unknown_words_store_no_vocabulary(tmp_path):
+    train_command.keep_vocabulary(tmp_path, inputs(["a fox"], open_prompts=None)[0])
+    train_command.keep_vocabulary(tmp_path, inputs(["a fox"])[0], "weights/sd-v1-5")
     assert vocabulary.read(tmp_path) is None
 
 

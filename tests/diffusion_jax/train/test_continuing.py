@@ -16,7 +16,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
 from diffusion_jax.train import checkpoint, continuing, loop, replay
-from diffusion_jax.weights import lora, restore
+from diffusion_jax.weights import finetune, lora, restore
 from imagen_jax.settings import read_settings
 from tests import written_runs
 from tests.diffusion_jax import toy
@@ -50,7 +50,7 @@ def taken(monkeypatch):
 
 def go_on(
     begun, workdir, task=TASK, changed=(), adds_lora=False, settings=OPTIMIZER, sizes=(1, 1, 1),
-    **changes
+    less_heldout=None, **changes
 ):  # fmt: skip
     """Continue `begun` at step 3 in another workdir. Return the last state and the output."""
     run, workdir = START._replace(**changes), workdir / "next"
@@ -59,7 +59,8 @@ def go_on(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
     )
     mesh = sharding.make_mesh(*sizes)
-    source = continuing.ContinuedRun(str(begun), 3, dict.fromkeys(changed, (1, 2)), adds_lora)
+    changed = dict.fromkeys(changed, (1, 2))
+    source = continuing.ContinuedRun(str(begun), 3, changed, adds_lora, less_heldout)
     with batches:
         inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
         text = continuing.prepare(source, inputs, run, settings, mesh)
@@ -348,6 +349,62 @@ def test_an_added_lora_adapts_the_weights_of_the_original_run(stored, tmp_path):
     mine = complete(rank=2, weights="mine")
     assert continuing.find(tmp_path / "b", str(stored), mine)
     assert mine["unet"]["weights"] == "mine"
+
+
+def test_a_continued_lora_keeps_its_base(stored, tmp_path):
+    """However often it is continued, with the config of the first command."""
+    run = stored
+    for name in "bcd":
+        values = complete(rank=2)
+        source = continuing.find(tmp_path / name, str(run), values)
+        assert values["unet"]["weights"] == f"{stored}@0" and source.adds_lora is (name == "b")
+        runs.claim(tmp_path / name, values)
+        (tmp_path / name / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
+        run_log.begin_from(tmp_path / name, str(run), 0, "")
+        again = complete(rank=2)
+        assert continuing.find(tmp_path / name, str(run), again) is None and again == values
+        run = tmp_path / name
+    mine = complete(rank=2, weights="mine")
+    assert continuing.find(tmp_path / "e", str(run), mine) and mine["unet"]["weights"] == "mine"
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.1), (0.05, 0.1)])
+def test_held_out_pictures_that_earlier_steps_have_seen_are_mentioned(
+    begun, stored, tmp_path, shares
+):
+    written_runs.write(tmp_path / "a", config(data__heldout=shares[0]), read_settings, toy.init)
+    assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[0]).less_heldout is None
+    assert find(tmp_path / "b", tmp_path / "a", data__heldout=0.01).less_heldout == (
+        None if shares[0] else 0.0
+    )
+    assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[1]).less_heldout == shares[0]
+    _, printed = go_on(begun, tmp_path, steps=4, less_heldout=shares[0])
+    assert printed["note"] == (
+        f"earlier steps, with data.heldout={shares[0]:g}, may have trained on pictures that are "
+        "now held out, whose loss is then too low"
+    )
+
+
+def test_a_run_cannot_go_on_with_another_vae_or_text_encoder(begun, tmp_path):
+    """Paths may change. The weights are compared, whatever their type."""
+    text, vae = ({"params": {"a": np.linspace(x, 1, 200, dtype="f4")}} for x in (0, 0.5))
+    of_type = lambda tree, dtype: jax.tree.map(lambda a: a.astype(dtype), tree)
+    run = tmp_path / "begun"
+    run.symlink_to(begun)
+    frozen = {"text": text, "vae": vae}
+    go = lambda frozen: go_on(run, tmp_path, TASK._replace(frozen=frozen), steps=4)
+    finetune.keep_frozen(run, frozen)
+    try:
+        for part in frozen:
+            with pytest.raises(ValueError, match=rf"other weights than {part}\.weights names: set"):
+                go({**frozen, part: of_type(frozen[part], "f4") | {"b": np.ones(2)}})
+        other = jax.tree.map(np.copy, vae)
+        other["params"]["a"][-1] += 0.1
+        with pytest.raises(ValueError, match=r"than vae\.weights names"):
+            go({"task": frozen | {"vae": other}, "base": {}})
+        finetune.check_frozen(run, {"text": (), "vae": of_type(vae, jnp.bfloat16)})
+    finally:
+        (begun / finetune.FROZEN).unlink()
 
 
 def test_the_error_about_a_changed_config_suggests_continue_from(stored):

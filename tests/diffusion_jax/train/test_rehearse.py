@@ -156,16 +156,16 @@ LONG = Optimizer(lr=1e-3, warmup=10, ema_decays=(0.99, 0.9999), ema_warmup=False
 @pytest.mark.parametrize(
     "steps, changes, visible, warning",
     [
-        (500, {}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr; pictures show the "
-         "average 0.9999, 4.9% of it from training",
+        (500, {}, "0.117 passes over the pictures; the learning rate rises to 100% of "
+         "optimizer.lr=0.001; pictures are drawn with averaged weights (optimizer.ema_decays="
+         "0.9999), which at the end consist of 4.9% training and 95.1% initial weights",
          "at the last step, 95 % of the average that pictures are drawn with are the initial "
          "weights, because its decay rate is 0.9999: set optimizer.ema_warmup=True"),
-        (500, {"ema_warmup": True}, "average 0.9999, 100.0% of it from training", ""),
-        (500, {"ema_decays": ()}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr",
-         ""),
-        (50_000, {}, "11.7 epochs; the learning rate reaches 100% of optimizer.lr; pictures show "
-         "the average 0.9999, 99.3% of it from training", ""),
-        (499, {"warmup": 9999, "ema_warmup": True}, "the learning rate reaches 5% of optimizer.lr",
+        (500, {"ema_warmup": True}, "consist of 100.0% training and 0.0% initial weights", ""),
+        (500, {"ema_decays": ()}, "0.117 passes over the pictures; the learning rate rises to 100% "
+         "of optimizer.lr=0.001", ""),
+        (50_000, {}, "consist of 99.3% training and 0.7% initial weights", ""),
+        (499, {"warmup": 9999, "ema_warmup": True}, "the learning rate rises to 5% of optimizer.lr",
          "the learning rate reaches only 5 % of optimizer.lr, because optimizer.warmup is 9999, "
          "but the run has 499 steps: lower optimizer.warmup"),
     ],
@@ -174,7 +174,7 @@ def test_the_report_says_what_the_averaged_pictures_will_show(
     tmp_path, caplog, steps, changes, visible, warning
 ):
     lines = report_of(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
-    assert visible in lines["visible"]
+    assert visible in lines["learning"]
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
@@ -191,7 +191,7 @@ def test_the_averages_of_an_added_lora_are_counted_from_the_step_at_which_it_was
     lines = report_of(
         tmp_path, run=RUN._replace(steps=49_500), settings=LONG, source=None if begun else source
     )
-    assert lines["visible"].endswith("pictures show the average 0.9999, 4.9% of it from training")
+    assert lines["learning"].endswith("consist of 4.9% training and 95.1% initial weights")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
-from diffusion_jax.train import moving_average, optimizer
+from diffusion_jax.train import moving_average, optimizer, state
 from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.state import init_state, make_train_step
 from tests.diffusion_jax import training_noise
@@ -317,3 +317,17 @@ def test_a_profile_names_the_gradient_the_update_and_the_averages():
     names = re.findall(r'op_name="jit\(train_step\)/([^"]*)"', program)
     first = {re.split(r"[/(]", name)[0] for name in names}
     assert {"update", "averages"} <= first and any("transpose(jvp" in name for name in names)
+
+
+@pytest.mark.parametrize(("platform", "devices", "constrained"), [
+    ("gpu", 1, True), ("gpu", 8, False), ("cpu", 1, False), ("tpu", 1, False),
+])  # fmt: skip
+def test_gradients_keep_the_layout_of_the_parameters_on_one_gpu_only(
+    platform, devices, constrained, monkeypatch
+):
+    monkeypatch.setattr(ops, "platform", lambda: platform)
+    mesh = sharding.make_mesh(1, devices, 1, jax.devices()[:devices])
+    laid_out = sharding.ambient(mesh, state._laid_out)
+    program = str(jax.make_jaxpr(laid_out)({"kernel": jnp.ones((3, 3, 2, 4)), "bias": jnp.ones(3)}))
+    layouts = re.findall(r"major_to_minor=(\(.*?\))", program)
+    assert layouts == ["(0,)", "(0, 1, 2, 3)"] * constrained

@@ -16,6 +16,7 @@ from PIL import Image
 
 from configs import quickstart
 from diffusion_jax import runs
+from diffusion_jax.draw import input_pictures
 from diffusion_jax.draw import model as draw_model
 from diffusion_jax.draw.model import Enlarger
 from diffusion_jax.text import vocabulary
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]
+TWO_SAMPLERS = ["ddim", "heun(churn=40, s_min=1)"]
 
 
 class Quick(draw_model.Model):
@@ -56,6 +58,9 @@ class Quick(draw_model.Model):
         return "quick"
 
     def draw(self, prompts, *, seeds, progress, image=None, mask=None, **values):
+        if "?" in prompts[0]:
+            raise ValueError("the model does not answer questions")
+        input_pictures.opened(image, mask)  # Every model reads them so.
         of_seed = [np.full((8, 8, 3), seed % 256, np.uint8) for seed in seeds]
         images = [np.asarray(image.convert("RGB"))] * len(seeds) if image else of_seed
         self.drawn.append((list(prompts), seeds, mask and np.asarray(mask.convert("L")), values))
@@ -173,6 +178,50 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     pages.draw(page, "a fox, noto style", count=1)
     (png,) = pages.drawn(page)
     assert (np.asarray(Image.open(io.BytesIO(png))) == 0).all()
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("separator", [", ", "; "])
+def test_values_to_compare_may_be_separated_by_commas_or_semicolons(page, quick, separator):
+    page.click("#grid summary")
+    for axis, name, shown in (("x", "guidance", ["1", "2"]), ("y", "sampler", TWO_SAMPLERS)):
+        page.select_option(f"#{axis}", name)
+        page.fill(f"#{axis}-values", separator.join(shown))
+    pages.draw(page, "a cat, noto style", count=1)
+    assert len(pages.drawn(page)) == 4
+    assert page.locator("thead th").all_inner_texts() == ["guidance 1", "guidance 2"]
+    assert page.locator("tbody th").all_inner_texts() == [f"sampler {n}" for n in TWO_SAMPLERS]
+    drawn = {(v["guidance"], v["sampler"]) for *_, v in quick.drawn[-4:]}
+    assert drawn == {(float(g), sampler) for g in "12" for sampler in TWO_SAMPLERS}
+    page.locator(".picture").first.click()  # Empty settings are left out.
+    note = page.locator("dialog .note").first.inner_text()
+    assert note.startswith("seed 0, ") and "negative prompt" not in note
+
+
+@pytest.mark.gate
+def test_after_a_refusal_the_page_shows_the_reason_and_no_empty_frames(page):
+    pages.draw(page, "a fox?", count=4)
+    expect(page.locator("#status")).to_have_text("the model does not answer questions")
+    expect(page.locator("#pictures")).to_be_empty()
+    expect(page.locator("#cancel")).to_be_disabled()
+
+
+@pytest.mark.gate
+def test_on_a_phone_the_first_pictures_are_in_view_while_they_are_drawn(browser, quick):
+    site = server.Site("imagen_jax", {"run": quick}, {"run": [quick.stages[0].workdir]})
+    with serving(site) as address, pages.opened(browser, address, width=390, height=844) as page:
+        expect(page.locator(".keys")).to_be_hidden()  # A phone has no Ctrl.
+        pages.draw(page, PROMPTS[0], count=4)
+        pages.drawn(page)
+        box, above = (page.locator(name).bounding_box() for name in (".picture >> nth=0", "#draw"))
+        assert box["y"] > 0 and box["y"] + box["height"] < above["y"]
+        page.click("#grid summary")
+        page.select_option("#x", "guidance")
+        page.fill("#x-values", "1, 2")
+        pages.draw(page, PROMPTS[0], count=1)
+        pages.drawn(page)
+        widths = page.locator(".picture img").evaluate_all("all => all.map(one => one.width)")
+        assert len(widths) == 2 and max(widths) < 120  # Each picture fills its cell, not the page.
 
 
 @pytest.mark.gate

@@ -281,7 +281,7 @@ def test_the_command_of_a_picture_has_the_flags_of_the_page(slow):
         ),
         (
             a_picture(choices={"steps": "many"}),
-            "sampler.steps is 'many': it must be a whole number",
+            "steps is 'many': it must be a whole number",
         ),
         (a_picture(choices={"guide": "/etc/passwd"}), "there is no option 'guide'"),
         (a_picture(choices={"text_weights": "/etc"}), "there is no option 'text_weights'"),

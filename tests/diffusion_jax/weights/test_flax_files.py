@@ -103,3 +103,23 @@ def test_a_file_that_is_not_a_flax_model_is_an_error(tmp_path, content, message)
     with pytest.raises(ValueError, match=message) as error:
         pretrained.open_weights(tmp_path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+LEAF = serialization.msgpack_serialize({"a": np.ones(2, np.float32)})[1:]  # Key and value.
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (b"\x82" + LEAF + LEAF, "a"),
+        (b"\x81\xa1b\x82" + LEAF + LEAF, "a"),
+        (serialization.msgpack_serialize({"a": {"kernel": np.ones(2), "scale": np.ones(2)}}),
+         "a.weight"),
+        (serialization.msgpack_serialize({"net_0": np.ones(2), "net.0": np.ones(2)}), "net.0"),
+    ],
+    ids=["at the top", "nested", "one name of torch", "one list"],
+)  # fmt: skip
+def test_two_arrays_with_one_name_are_an_error(tmp_path, content, key):
+    (tmp_path / "flax_model.msgpack").write_bytes(content)
+    with pytest.raises(ValueError, match=f"the key '{key}' occurs twice: keep one"):
+        pretrained.open_weights(tmp_path)

@@ -11,6 +11,7 @@ from etils import epath
 
 from diffusion_jax import runs
 from diffusion_jax.devices import sharding
+from diffusion_jax.files import manifest
 from diffusion_jax.train import checkpoint, memory
 from diffusion_jax.train.state import init_state, make_train_step
 from diffusion_jax.weights import power_averages, restore
@@ -50,6 +51,51 @@ def test_combination_matches_least_squares_over_the_profiles():
     left = counts @ np.stack(each) - profile(0.12, 4000)
     expected = np.linalg.norm(left) / np.linalg.norm(profile(0.12, 4000))
     assert distance == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("width", [0.05, 0.1, 0.2])
+def test_an_average_that_began_later_starts_at_the_parameters_of_this_step(width):
+    steps, widths, begun = [3000, 4000, 4000, 3200], [0.05, 0.05, 0.2, 0.1], [0, 2500, 3000, 3000]
+    counts, distance = power_averages.combination(steps, widths, 4000, width, begun)
+    each = np.stack(
+        [np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)]
+    )
+    for one, first in zip(each, begun, strict=True):
+        one[max(0, first - 1)] += one[: max(0, first - 1)].sum()
+        one[: max(0, first - 1)] = 0
+    target = profile(width, 4000)
+    expected = np.linalg.norm(counts @ each - target) / np.linalg.norm(target)
+    assert distance == pytest.approx(expected, abs=1e-3)  # The closed form integrates.
+    bordered = np.block([[each @ each.T, np.ones((4, 1))], [np.ones((1, 4)), np.zeros((1, 1))]])
+    best = np.linalg.solve(bordered, np.append(each @ target, 1))[:4]
+    assert distance == pytest.approx(
+        np.linalg.norm(best @ each - target) / np.linalg.norm(target), abs=1e-3
+    )
+
+
+def test_the_manifest_shows_when_the_averages_of_a_continued_run_began(tmp_path):
+    entry = lambda step, *widths: {
+        "start": "2026-01-01T00:00:00+00:00", "first_step": step,
+        "config": {"batch_size": 1, "optimizer": {"ema_widths": widths}},
+    }  # fmt: skip
+    entries = [entry(0), entry(100, 0.2), entry(200), entry(300, 0.1, 0.2)]
+    entries.append(entry(400, 0.1, 0.2, 0.05))
+    write = lambda content: (tmp_path / manifest.MANIFEST).write_text(json.dumps(content))
+    write({"runs": entries})
+    assert manifest.read_widths_from(tmp_path) == {0.1: 300, 0.2: 300, 0.05: 400}
+    sources = [(500, None, "power-0.1"), (500, None, "power-0.2")]
+    root = restore.absolute(tmp_path / "checkpoints")
+    counts, error = restore.combination(root, sources, 500, 0.1)
+    expected = power_averages.combination([500] * 2, [0.1, 0.2], 500, 0.1, [300] * 2)
+    np.testing.assert_allclose(counts, expected[0])
+    assert error == expected[1] > 0.01
+    # A LoRA that was added at step 300 has averages over the steps since then.
+    write({"runs": entries, "continued_from": {"run": "a", "step": 300, "averages_from": 300}})
+    counts, error = restore.combination(root, [(400, None, "power-0.1"), *sources], 500, 0.1)
+    np.testing.assert_allclose(counts, [0, 1, 0], atol=1e-9)
+    counts, _ = restore.combination(root, [(400, None, "power-0.1"), *sources], 500, 0.12)
+    of_200 = power_averages.combination([100, 200, 200], [0.1, 0.1, 0.2], 200, 0.12)
+    np.testing.assert_allclose(counts, of_200[0])
 
 
 def test_coefficients_sum_to_1_with_few_snapshots():

@@ -1,6 +1,7 @@
 """Tables from torch's names and layouts to ours: exact conversion both ways, and errors."""
 
 import re
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -203,3 +204,12 @@ def test_missing_damaged_and_pickled_files_are_errors(tmp_path):
     np.savez(tmp_path / "pickle.npz", w=np.array([{}], object))
     with pytest.raises(ValueError, match=r"cannot read .*pickle"):
         torch_weights.read(tmp_path / "pickle.npz")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_arrays_of_an_npz_file_with_one_name_are_an_error(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.zeros(2), b=np.ones(2))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("a.npy", archive.read("b.npy"))
+    with pytest.raises(ValueError, match="the key 'a' occurs twice: keep one"):
+        torch_weights.read(tmp_path / "a.npz")

@@ -9,7 +9,8 @@ _STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "B
 
 def save(path, arrays):
     """Save a state dict: a zip with a pickle and the bytes of the arrays."""
-    parts = [_text(name) + _tensor(array, str(i)) for i, (name, array) in enumerate(arrays.items())]
+    key = lambda name: _text(name) if isinstance(name, str) else _int(name)
+    parts = [key(name) + _tensor(array, str(i)) for i, (name, array) in enumerate(arrays.items())]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}(" + b"".join(parts) + b"u.")
         archive.writestr("archive/byteorder", b"little")

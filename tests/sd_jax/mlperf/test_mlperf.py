@@ -144,8 +144,8 @@ def test_scores_are_computed_from_one_image_per_caption(whole, folder):
 def test_a_run_that_was_killed_at_any_point_ends_with_the_same_log(whole, folder):
     for kill, code in (("training", -9), ("stop", 143), ("saving", -9), ("evaluation", -9)):
         workdir, _ = run(folder, "killed", "--toy", f"--kill={kill}", code=code)
-        if kill == "stop":
-            assert restore.steps(workdir / "checkpoints") == [INTERVAL, INTERVAL + 1]
+        if kill == "stop":  # Before the first step of this start, there is nothing new to save.
+            assert restore.steps(workdir / "checkpoints") == [INTERVAL]
     with (workdir / "result.txt").open("a") as file:
         file.write(':::MLLOG {"namespace": "", "time')  # As if killed within a line.
     run(folder, "killed", "--toy")

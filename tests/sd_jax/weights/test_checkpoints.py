@@ -318,6 +318,11 @@ def test_a_file_without_prefixes_holds_a_single_network(folder, tmp_path):
             "keys left over (1): text_model.stray",
         ),
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
+        ({"diffusion_model.out.2.bias": np.zeros(4)}, "the key 'out.2.bias' occurs twice: keep"),
+        (
+            {"cond_stage_model.text_model.final_layer_norm.bias": np.zeros(24)},
+            "the key 'text_model.final_layer_norm.bias' occurs twice: keep one",
+        ),
     ],
 )
 def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, message):
@@ -331,8 +336,8 @@ def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, me
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("double_blocks.0.img_attn.qkv.weight", "these weights are not those of a Stable Diffusio"),
-        ("control_model.out.2.weight", "these weights are not those of a Stable Diffusion UNet"),
+        ("a.weight", "these weights are not those of a Stable Diffusion UNet"),
+        ("control_model.out.2.weight", "it holds a ControlNet instead of Stable Diffusion 1 or 2"),
         ("out.2.weight", "the UNet does not attend to text (it has no array attn2.to_k"),
     ],
 )

@@ -14,7 +14,8 @@ from PIL import Image, PngImagePlugin
 from diffusion_jax.text import clip, embed, hashed, tokenize
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing
-from sd_jax.weights import checkpoints, embedding_files
+from sd_jax.drawing import File
+from sd_jax.weights import checkpoints, embedding_files, lora_files
 from tests.diffusion_jax.weights import torch_writer
 
 WIDTH = 24
@@ -177,3 +178,36 @@ def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, 
     np.testing.assert_allclose(model.draw("a").images, plain.draw("a").images, atol=1)
     assert caplog.messages == ["no prompt contains 'fox', the word of a file of --embedding"]
     assert model.card()["embedding"] == [path] and "embedding" not in plain.card()
+
+
+NAMES = ("string_to_param.*", "emb_params", "clip_l")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_path, name):
+    layer = "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q"
+    vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
+    lora = {
+        f"{layer}.lora_down.weight": np.ones((1, 64)),
+        f"{layer}.lora_up.weight": np.ones((64, 1)),
+    }
+    lora = {name: array.astype("f4") / 8 for name, array in lora.items()}
+    torch_weights.write(tmp_path / "plain.safetensors", lora)
+    torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": vectors})
+    torch_weights.write(tmp_path / "both.safetensors", {**lora, f"bundle_emb.fox.{name}": vectors})
+    values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
+    draw = lambda lora, **changes: (
+        drawing.load(published / "d", file=File(lora=[str(tmp_path / lora)]), **values, **changes)
+        .draw("a fox").images
+    )  # fmt: skip
+    bundled = draw("both.safetensors")
+    embedding = str(tmp_path / "fox.safetensors")
+    np.testing.assert_array_equal(bundled, draw("plain.safetensors", embedding=embedding))
+    assert np.abs(bundled.astype(int) - draw("plain.safetensors")).max() > 2
+
+
+def test_an_embedding_in_a_lora_file_must_fit_the_model(encoder, tmp_path):
+    path = tmp_path / "a.safetensors"
+    torch_weights.write(path, {"bundle_emb.fox.emb_params": np.ones((1, 8), "f4")})
+    with pytest.raises(ValueError, match="'fox' with vectors of width 8, but the model's text enc"):
+        lora_files.add_words([str(path)], encoder, encoder.frozen)

@@ -91,6 +91,7 @@ LAYOUTS = {
         "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
         "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
     "another adapter's name": (f"{TO_Q}.lora_A.cat.weight", f"{TO_Q}.lora_B.cat.weight"),
+    "a name with hyphens": (f"{TO_Q}.lora_A.a-cat 2.weight", f"{TO_Q}.lora_B.a-cat 2.weight"),
 }  # fmt: skip
 
 
@@ -178,13 +179,16 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
         *(
             (
                 {f"{TO_Q}.lora_A.weight": (2, 64), name: (2,)},
-                f"is {family}, not a LoRA, LoHa or LoKr, because",
+                f"is {family}, not a LoRA, LoHa or LoKr of named",
             )
             for name, family in {
                 "oft_unet_a.oft_blocks": "OFT",
                 "lora_unet_a.diff": "a set of weight differences",
                 f"{TO_Q}.lora_B.bias": "a LoRA with biases",
                 "base_model.model.token_embedding.lora_embedding_A": "a LoRA of token embeddings",
+                "unet:0:up": "a LoRA of lora_diffusion, which numbers layers",
+                "3": "a LoRA of lora_diffusion, which numbers layers",
+                f"{TO_Q}.lora_B.a-b.bias": "a LoRA with biases",
             }.items()
         ),
         *(
@@ -220,6 +224,23 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
             "another model, because 1 of its 1 layers do not exist in this model, such as mid_b",
+        ),
+        *(
+            (
+                {f"{layer}.lora_{half}.weight": (2, 2) for half in ("down", "up")},
+                f"belongs to {model}, because 1 of its 1 layers do not exist",
+            )
+            for layer, model in {
+                "lora_unet_double_blocks_0_img_attn_proj": "Flux",
+                "transformer.single_transformer_blocks.0.attn.to_q": "Flux",
+                "transformer.transformer_blocks.0.attn.add_q_proj": "Stable Diffusion 3",
+                "lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_k": "Stable Diffusion XL",
+                "unet.mid_block.attentions.0.transformer_blocks.9.ff": "Stable Diffusion XL",
+            }.items()
+        ),
+        (
+            {"model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": (2, 2)},
+            "holds Stable Diffusion 3 and is not a LoRA, LoHa or LoKr: 1 of 1 arrays have unkn",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},

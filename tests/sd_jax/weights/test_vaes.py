@@ -77,6 +77,15 @@ def test_a_single_file_with_only_an_autoencoder_shows_its_structure(tmp_path):
     assert read.vae.network == vae and vae.latent_channels == 16 and not vae.quant_conv
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_autoencoder_of_diffusers_is_read_without_its_config(name, tmp_path):
+    folder = write(name, tmp_path / "vae")
+    of_folder = checkpoints.load(folder, parts=("vae",))
+    of_file = checkpoints.load(folder / checkpoints.WEIGHTS, parts=("vae",))
+    assert checkpoints.equal(of_file, of_folder)
+    assert "the file states no scale" in of_file.report[-1]
+
+
 def test_the_autoencoder_of_a_pipeline_with_other_networks_can_be_read(tmp_path):
     write("sd3", tmp_path / "vae")
     index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3"]}

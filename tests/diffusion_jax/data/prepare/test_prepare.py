@@ -27,10 +27,10 @@ def run(*arguments):
     [
         ("fetch", "--url, --out"),
         ("download", "--urls, --out"),
-        ("reshard", "--source, --path, --out"),
+        ("reshard", "--out"),
         ("index", "--path"),
         ("merge", "--images, --embeddings, --out"),
-        ("validate", "--source, --path, --out"),
+        ("validate", "--out"),
         ("emoji", "--out"),
     ],
 )
@@ -156,12 +156,22 @@ def test_download_runs_img2dataset_or_prints_how_to_install_it(tmp_path, monkeyp
     assert "there is no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["folder:{}::txt", "{}"])
+def test_validate_takes_the_data_as_one_name_as_other_commands_do(folder, tmp_path, capsys, name):
+    assert run("validate", f"--data={name.format(folder)}", f"--out={tmp_path}/report") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["usable"], report["left_out_first"]) == (10, {"no_caption": ["00006.png"]})
+
+
 def test_invalid_arguments_are_one_line_errors_with_exit_code_2(tmp_path, capsys):
     assert run("index", f"--path={tmp_path}/gone") == 2
     assert capsys.readouterr().err.startswith(f"error: no data at {tmp_path}/gone: check")
     source = "diffusion_jax.examples.digits"
     assert run("validate", f"--source={source}", "--path=x", "--out=o") == 2
     assert f"the data source {source!r} has no image files" in capsys.readouterr().err
+    assert run("validate", "--out=o") == 2
+    message = "error: --data is missing: give a path, or SOURCE:PATH::TEXT\n"
+    assert capsys.readouterr().err == message
     assert run("index", "--path=x", "--more=y") == 2
     assert "unknown arguments --more=y" in capsys.readouterr().err
     for part in ("3", "4/4", "a/b"):

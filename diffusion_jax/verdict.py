@@ -1,0 +1,136 @@
+"""Say in words whether a model learned more than its training pictures, and show its drawings.
+
+    python -m diffusion_jax.verdict --workdir=runs/mine [--judge=judges/mine] [--out=verdict.png]
+
+The command compares the loss on pictures that were held out of training (config.data.heldout) with
+the loss on as many training pictures: a model that memorises is better on the latter. It draws the
+config's prompts, and writes a sheet that shows each drawn picture above the training picture whose
+pixels are nearest. With a judge (diffusion_jax.metrics train_judge), it also says how many of the
+drawn pictures fit their captions.
+"""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from jaxtyping import Float, UInt8
+
+from diffusion_jax import cli, files, heldout
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.pipeline import Apart
+from diffusion_jax.data.split import Subset
+from diffusion_jax.draw.program import in_batches, make_draw
+from diffusion_jax.evaluate import copies
+from diffusion_jax.files import sheets
+from diffusion_jax.heldout import OpenedRun
+from diffusion_jax.logs import progress
+from diffusion_jax.metrics.judges import judge as judges
+from diffusion_jax.task import Params
+
+_DRAWN = 32  # The number of drawn pictures.
+_SIDE = 16  # Pictures are compared at this side in pixels.
+_COMPARED = 10_000  # The largest number of training pictures among which the nearest is sought.
+_MEMORISES, _BEGINS = 1.5, 1.1  # Ratios of the held-out loss to the training loss.
+_COPIES = 0.5  # Ratio of the distances of drawn and of held-out pictures to training pictures.
+flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
+
+
+class _Pixels:
+    """Stands in for a Scorer in copies.Training: its features are the pixels of small pictures."""
+
+    prompts, picture_features = ("",), ("pixels",)
+
+    def features(self, images: Any, captions: Any) -> dict[str, Float[np.ndarray, "B D"]]:
+        shape = (len(images), _SIDE, _SIDE, 3)
+        small = jax.image.resize(np.asarray(images, np.float32) / 255, shape, "linear")
+        return {"pixels": np.asarray(small).reshape(len(images), -1)}
+
+
+def verdict(workdir: pathlib.Path, judge: str, sheet: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yield (subject, sentence) pairs about a run, and write `sheet`, a PNG file.
+
+    `judge` is a folder of metrics train_judge, or "". Raises ValueError or FileNotFoundError if the
+    run, its data or the judge cannot be read.
+    """
+    trained = judges.load(judge) if judge else None
+    opened = heldout.open_run(workdir)
+    batches, params = opened.inputs.batches, opened.params("ema")
+    number = f"{len(batches.pictures):,} training pictures"
+    yield "model", f"{workdir} at step {opened.step:,}, with its average weights; {number}"
+    yield "loss", _compared_losses(opened, params)
+    images, captions = _drawn(opened, params)
+    if trained:
+        fits = judges.reader(trained, captions)(images, captions)[1].sum()
+        yield "captions", f"{fits:.0f} of {len(images)} drawn pictures fit theirs, says {judge}"
+    first, _ = batches.pictures.read(np.arange(1))
+    if first.shape[1:] != images.shape[1:]:  # Stored moments, or pictures with masks.
+        sheets.write_png(sheet, sheets.contact_sheet(images, captions))
+        yield "sheet", f"{sheet}: drawn pictures"
+        return
+    unseen = batches.apart and _spread(batches.apart.pictures)
+    scorer: Any = _Pixels()
+    training = copies.Training(_spread(batches.pictures), scorer, unseen or batches.pictures)
+    nearest = training.nearest("pixels", scorer.features(images, captions)["pixels"])
+    sheets.write_png(sheet, training.sheet(nearest, lambda rows: images[np.asarray(rows)]))
+    yield "sheet", f"{sheet}: drawn pictures, each above the nearest training picture"
+    distance = np.median(nearest.distances)
+    shown = f"drawn pictures are {distance:.3g} from the nearest training picture"
+    if unseen:
+        others = np.median(training.unseen["pixels"].distances)
+        shown += f", and held-out pictures {others:.3g}"
+        shown += ": it copies" if distance < _COPIES * others else ""
+    yield "distance", f"{shown} (medians)"
+
+
+def _compared_losses(opened: OpenedRun, params: Params) -> str:
+    batches, measure = opened.inputs.batches, opened.inputs.task.measure
+    if not batches.apart:
+        return "unknown, because no pictures were held out of training (data.heldout)"
+    held = heldout.open_records(opened.s.heldout, batches, measure)
+    if held is None:
+        return "unknown, because this kind of model has no held-out loss"
+    keys, batch = Apart(batches.pictures, *batches.apart[1:]).read(len(held.numbers))
+    seen = held._replace(batch=batch, numbers=keys.astype(np.uint32))
+    new, old = (opened.scorer(records)(params)["loss"] for records in (held, seen))
+    does = "does not memorise"
+    if new > _BEGINS * old:
+        does = "memorises" if new > _MEMORISES * old else "begins to memorise"
+    return (
+        f"{new:.3g} on {len(held.numbers)} held-out pictures, against {old:.3g} on "
+        f"{len(keys)} training pictures: it {does} them"
+    )
+
+
+def _drawn(opened: OpenedRun, params: Params) -> tuple[UInt8[np.ndarray, "N H W 3"], list[str]]:
+    """Draw the config's prompts with several seeds. Return the pictures and their captions."""
+    examples = opened.inputs.examples
+    rows = np.arange(_DRAWN) % len(examples.captions)
+    texts = jax.tree.map(lambda x: np.asarray(x)[rows], examples.batch)
+    draw = make_draw(opened.inputs.task.sample, opened.frozen, opened.mesh)
+    guidance = np.full(_DRAWN, examples.guidance, np.float32)
+    seeds = range(_DRAWN)
+    parts = in_batches(draw, params, texts, seeds, guidance, min(_DRAWN, examples.most))
+    return sheets.to_uint8(np.concatenate(list(parts))), [examples.captions[i] for i in rows]
+
+
+def _spread(pictures: Pictures) -> Subset:
+    count = min(len(pictures), _COMPARED)
+    return Subset(pictures, np.linspace(0, len(pictures) - 1, count).astype(np.int64))
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
+    _JUDGE = flags.DEFINE_string("judge", "", "A folder of metrics train_judge.")
+    _OUT = flags.DEFINE_string("out", None, "The sheet to write; default: WORKDIR/verdict.png.")
+
+    def main() -> None:
+        """Print the verdict."""
+        cli.start(alone=True)
+        with cli.bad_input():
+            out = files.path(_OUT.value or f"{_WORKDIR.value}/verdict.png")
+            print(progress.block(verdict(files.path(_WORKDIR.value), _JUDGE.value, out)))
+
+    cli.run(main)
