@@ -219,6 +219,7 @@ def test_load_takes_the_settings_of_files_and_lists_of_loras_like_the_commands(
     merged = []
     apply = lambda specs, opened: merged.append(list(specs)) or opened
     monkeypatch.setattr(lora_files, "apply", apply)
+    monkeypatch.setattr(lora_files, "add_words", lambda specs, *of_text: of_text)
     path, loras = published / "a.npz", ["a.pt:0.5", "b"]
     facts = {"tokenizer": published / "tokenizer", "config": published / "ldm.yaml"}
     for lora in (loras, "a.pt:0.5,b"):
