@@ -16,7 +16,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import files, systems
-from diffusion_jax.config import settings, versions
+from diffusion_jax.config import named, settings, versions
 from diffusion_jax.config.settings import Data
 from diffusion_jax.devices import distributed
 from diffusion_jax.exits import Busy
@@ -165,6 +165,11 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():
+        is_known = files.store_path(workdir) or path.parent.exists()
+        others = () if is_known else path.parent.parent.glob(f"*/{CONFIG}")
+        if close := named.closest(path.parent.name, [other.parent.name for other in others]):
+            close = path.parent.with_name(close)
+            raise FileNotFoundError(f"{workdir} holds no {CONFIG}: did you mean {close}?")
         raise FileNotFoundError(
             f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train a run with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"

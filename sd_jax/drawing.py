@@ -11,11 +11,12 @@ Stability, MLPerf and NeMo.
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from absl import logging
 
 from diffusion_jax import files
+from diffusion_jax.config import ranges
 from diffusion_jax.draw import options, program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Option, Options, Values
@@ -28,8 +29,41 @@ from sd_jax.unet import PIX2PIX
 from sd_jax.weights import embedding_files, published, trained
 from sd_jax.weights.published import NO_FACTS, File
 
+FILE_OPTIONS: Options = {
+    "prediction": Option(
+        "What the UNet of a model trained elsewhere predicts, eps or v, if its files do not state "
+        "it.",
+        Annotated[str, ("eps", "v")], at_load=True,
+    ),
+    "tokenizer": Option(
+        "Folder with CLIP's tokenizer, if the model is a single file.",
+        str, at_load=True, is_text=True,
+    ),
+    "norm_groups": Option(
+        "Number of groups in the norms of residual blocks, if the model is a single file; 16 for "
+        "MLPerf's models.",
+        ranges.Count, at_load=True,
+    ),
+    "dtype": Option(
+        "Dtype in which a model trained elsewhere computes: bfloat16 (the default) or float32 (the "
+        "default on CPUs).",
+        Annotated[str, ("bfloat16", "float32")], at_load=True,
+    ),
+    "config": Option(
+        "LDM's yaml config, if the model is a single file that does not state the number of "
+        "attention heads.",
+        str, at_load=True, is_text=True,
+    ),
+    "lora": Option(
+        "A LoRA to merge into a model trained elsewhere, as FILE or FILE:STRENGTH. Repeat it, or "
+        "write commas, for several files.",
+        str, at_load=True, joins=True,
+    ),
+}  # fmt: skip
+"""The options of models that were trained elsewhere, in the order of the fields of File."""
 OPTIONS: Options = {
     **options.SHARED,
+    **FILE_OPTIONS,
     "vae_weights": Option(
         "A VAE to use instead of the model's own: a file, a diffusers directory or a workdir.",
         str, field="vae.weights", at_load=True,
@@ -99,9 +133,10 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
 
     Args:
         path: The run's workdir, the directory or the file.
-        file: Settings that a directory or a file may lack, such as what the UNet predicts.
+        file: Settings that a directory or a file may lack, such as what the UNet predicts. The
+            options of FILE_OPTIONS replace its fields.
         **values: Options for drawing, such as steps=20: the keys of OPTIONS, which are also the
-            flags of sd_jax.sample.
+            flags of sd_jax.sample. A list gives several files, as in lora=["a.pt", "b.pt:0.7"].
 
     Raises:
         FileNotFoundError: The path, or a file that the model or an option names, does not exist.
@@ -110,6 +145,11 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     """
     typed = options.read(OPTIONS, values)
     fields = options.fields(OPTIONS, typed)
+    given = {name: typed[name] for name in FILE_OPTIONS if name in typed}
+    if "lora" in given:
+        given["lora"] = embedding_files.split(given["lora"])
+    names = dict(zip(FILE_OPTIONS, File._fields, strict=True))
+    file = file._replace(**{names[name]: value for name, value in given.items()})
     path = pretrained.snapshot(files.path(path))
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide := typed.get("guide"):
@@ -121,6 +161,11 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
             files.local(path), fields, typed.get("ema", "ema"), file, typed.get("embedding", "")
         )
     elif path.is_dir():
+        if any(value is not None for value in file):
+            *first, last = (f"--{name}" for name in FILE_OPTIONS)
+            raise ValueError(
+                f"{', '.join(first)} and {last} need --model: leave them out for a --workdir"
+            )
         stage = trained.load_stage(path, trained.read_run(path, fields), typed)
     else:
         raise FileNotFoundError(

@@ -39,7 +39,7 @@ from diffusion_jax.draw.stage import Stage
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Subject
 from diffusion_jax.web import frozen
-from sd_jax import drawing, file_flags
+from sd_jax import drawing
 from sd_jax.drawing import NO_FACTS, File, StableDiffusion
 from sd_jax.weights.trained import read_run
 
@@ -64,7 +64,6 @@ def open_run(
     values = options.read(drawing.OPTIONS, chosen[0][0])
     s = read_run(workdir, options.fields(drawing.OPTIONS, values))
     described = {"training_seed": s.run.seed, "vae": s.vae_weights}
-    described |= drawing.describe_additions(NO_FACTS, values)
     return _subject(drawing.load(workdir, **values), described, s.data.source, chosen)
 
 
@@ -85,8 +84,7 @@ def open_model(
             for this model.
     """
     chosen = evaluation.with_weights([[values] for values in points], [[{"ema": ema}]])
-    described = drawing.describe_additions(file, options.read(drawing.OPTIONS, chosen[0][0]))
-    return _subject(drawing.load(path, file=file, **chosen[0][0]), described, "", chosen)
+    return _subject(drawing.load(path, file=file, **chosen[0][0]), {}, "", chosen)
 
 
 def _subject(
@@ -95,6 +93,8 @@ def _subject(
     source: str,
     points: Sequence[Sequence[Values]],
 ) -> Subject:
+    described = {**described, **drawing.describe_additions(model.file, model.values[0])}
+
     def describe(stage: Stage) -> dict[str, Any]:
         s = stage.settings.sampler
         card = {"workdir": stage.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
@@ -113,7 +113,6 @@ if __name__ == "__main__":
     _OPTIONS = option_flags.define_axes(
         drawing.OPTIONS, without=(*evaluation.AXES, "height", "width")
     )
-    _FILE = file_flags.define()
 
     def open_subjects(weights: Sequence[Sequence[Values]]) -> list[Subject]:
         """Open the models that --workdir and --model name, each with all points of the sweep."""
@@ -121,7 +120,6 @@ if __name__ == "__main__":
             raise ValueError(
                 "there is no model to score: give --workdir=FOLDER (a training run) or --model=PATH"
             )
-        file_flags.check_unused(bool(_MODEL.value), _FILE())
         if not _WORKDIR.value and not flags.FLAGS.out:
             raise ValueError(
                 "a --model has no workdir for the results: name a folder with --out=FOLDER"
@@ -132,10 +130,14 @@ if __name__ == "__main__":
                 "each flag once, with commas between values"
             )
         points = [values for (values,) in option_flags.points(drawing.OPTIONS, _OPTIONS, 1)]
+        of_runs = points
+        if _MODEL.value:  # The models use these options.
+            kept = drawing.OPTIONS.keys() - drawing.FILE_OPTIONS.keys()
+            of_runs = [{k: v for k, v in point.items() if k in kept} for point in points]
         ema = "raw" if all(one["ema"] == "raw" for one in weights[0]) else "ema"
         return [
-            *(open_run(workdir, points, weights[0]) for workdir in _WORKDIR.value),
-            *(open_model(path, points, _FILE(), ema) for path in _MODEL.value),
+            *(open_run(workdir, of_runs, weights[0]) for workdir in _WORKDIR.value),
+            *(open_model(path, points, ema=ema) for path in _MODEL.value),
         ]
 
     evaluation.command(open_subjects, GUIDANCE, frozen.write)

@@ -45,12 +45,11 @@ from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
 from diffusion_jax.files import sheets
-from sd_jax import drawing, file_flags, settings
+from sd_jax import drawing, settings
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint file.")
 _OPTIONS = option_flags.define(drawing.OPTIONS)
-_FILE = file_flags.define()
 _PICTURES = input_pictures.define()
 _STRENGTH = flags.DEFINE_float(
     "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
@@ -77,15 +76,13 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     """
     if bool(_WORKDIR.value) == bool(_MODEL.value):
         raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
-    file = _FILE()
-    file_flags.check_unused(bool(_MODEL.value), file)
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
     values, pictures = option_flags.values(drawing.OPTIONS, _OPTIONS), _PICTURES(len(prompts))
     if pictures:
         values |= _size(pictures)
         settings.check_strength(_STRENGTH.value)
-    model = drawing.load(str(_WORKDIR.value or _MODEL.value), file=file, **values)
+    model = drawing.load(str(_WORKDIR.value or _MODEL.value), **values)
     model = model.changed(
         [{}], _preview(out) if _PREVIEW.value else None, [_STRENGTH.value] if pictures else None
     )

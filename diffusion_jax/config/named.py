@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 class Call(NamedTuple):
@@ -45,6 +45,11 @@ class Table(dict[str, Any]):
         """Return the parameters of the function that a config can set, keyed by their names."""
         parameters = inspect.signature(self.function(name)).parameters.values()
         return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def question(self, text: str) -> str:
+        """Return a question such as "did you mean 'heun'?", or "" if no name is close to `text`."""
+        close = closest(text, self)
+        return f"did you mean {close!r}?" if close else ""
 
     def bound(self, field: str, text: str, group: Any = None) -> functools.partial:
         """Return the function that `text` names, with its parameters bound (see `all_bound`)."""
@@ -89,10 +94,9 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
     Raises:
         ValueError: It is none of them. The message suggests the closest name, and lists all names.
     """
-    names = list(names)
-    if value not in names:
-        close = closest(str(value), names)
-        listed = choices(f"did you mean {close!r}?" if close else "", names)
+    if value not in (listed := list(names)):
+        table = names if isinstance(names, Table) else Table.fromkeys(listed)
+        listed = choices(cast(Table, table).question(str(value)), listed)
         raise ValueError(f"{field} is {value!r}: {listed}")
 
 

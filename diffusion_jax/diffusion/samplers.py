@@ -35,8 +35,24 @@ class Method(NamedTuple):
 
 
 class _Methods(Table):
+    def __setitem__(self, name: str, method: Method | SamplerFunction) -> None:
+        """Add a sampler. A function alone gets the defaults of `Method`."""
+        super().__setitem__(name, method if isinstance(method, Method) else Method(method))
+
     def function(self, name: str) -> SamplerFunction:
         return named.resolved(self[name].sampler)
+
+    def question(self, text: str) -> str:
+        """Suggest the sampler, and the grid, of a name of the web UI of AUTOMATIC1111."""
+        name, setting = text.strip().removeprefix("k_").removeprefix("sample_"), ""
+        for suffix, of_suffix in _SUFFIXES.items():
+            if name.lower().endswith(f" {suffix.lower()}"):
+                name, setting = name[: -len(suffix) - 1], of_suffix
+        if name.lower() in _ABSENT:
+            return f"no sampler here equals the web UI's {name}."
+        names = {of_web.lower(): ours for ours, of_web in WEB_NAMES.items()}
+        question = super().question(names.get(name.lower(), name))
+        return question.replace("?", f" with sampler.{setting}?") if setting else question
 
 
 _UNROUNDED, _WITH_END = GridOptions(rounded=False), GridOptions(includes_end=True)
@@ -62,6 +78,29 @@ SAMPLERS = _Methods(
     restart=Method(stochastic.restart, grid_options=_UNROUNDED),
 )
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
+WEB_NAMES = {
+    "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun", "lms": "LMS", "dpm2": "DPM2",
+    "dpm2_ancestral": "DPM2 a", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE",
+    "dpmpp_3m_sde": "DPM++ 3M SDE", "ddim": "DDIM", "plms": "PLMS", "unipc": "UniPC",
+    "lcm": "LCM", "restart": "Restart",
+}  # fmt: skip
+"""The names of samplers in the web UI of AUTOMATIC1111."""
+_ABSENT = (
+    "dpm++ sde", "dpm++ 2s a", "dpm++ 2m sde heun", "dpm fast", "dpm adaptive",
+)  # fmt: skip
+_SUFFIXES = {
+    "Automatic": "", "Karras": "grid='karras'", "Exponential": "grid='exponential'",
+    "Polyexponential": "grid='exponential'", "SGM Uniform": "grid='trailing'",
+    "Uniform": "grid='linspace'", "CFG++": "guiding='cfg_pp'",
+}  # fmt: skip
+"""The web UI's names of schedules, and the settings that draw with (nearly) the same levels."""
+
+
+def web_schedule(grid: str) -> str:
+    """Return the web UI's name of a grid, or "" if it has none."""
+    return next((name for name, setting in _SUFFIXES.items() if setting == f"grid={grid!r}"), "")
+
+
 SamplerName = Annotated[str, SAMPLERS]
 
 
@@ -90,7 +129,13 @@ def make_sample(sampler_inputs: InputsFunction, s: Any) -> Callable[..., Images]
 
     def sample(*arguments: Any) -> Images:
         inputs = sampler_inputs(*arguments)
-        return inputs.finish(inputs.wrap(s.method.sampler)(*inputs[:4]))
+        x = inputs.wrap(s.method.sampler)(*inputs[:4])
+        if (shape := getattr(x, "shape", type(x).__name__)) != inputs.x.shape:
+            raise ValueError(
+                f"the sampler {s.name} returns {shape}, but x has the shape {inputs.x.shape}: "
+                "return an array of this shape"
+            )
+        return inputs.finish(x)
 
     return sample
 

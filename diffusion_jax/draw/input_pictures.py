@@ -1,7 +1,8 @@
 """Read pictures to draw over, and masks of the parts to redraw, from flags and files."""
 
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags, logging
@@ -111,35 +112,60 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
     return upright(image, mode, f"{flag}={path}")
 
 
-def opened(image: Image.Image | None, mask: Image.Image | None) -> InputPictures | None:
+Picture = Image.Image | np.ndarray | str | os.PathLike[str]
+"""A picture of Pillow, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path.
+"""
+
+
+def opened(image: Picture | None, mask: Picture | None) -> InputPictures | None:
     """Return the picture to draw over and its mask as InputPictures, or None without a picture.
 
     Raises:
-        ValueError: There is a mask without a picture, or their sizes differ.
+        ValueError: There is a mask without a picture, their sizes differ, or one is no picture.
+        OSError: A file is missing, or is not an image that Pillow can read.
     """
     if image is None:
         if mask is not None:
             raise ValueError("a mask was given without an image to draw over: give an image too")
         return None
     image = upright(image, "RGB", "the image")
-    if mask is not None:
-        mask = upright(mask, "L", "the mask")
-        _check_mask(mask, image, "the mask")
-    return InputPictures([image], [] if mask is None else [mask])
+    if mask is None:
+        return InputPictures([image], [])
+    white = upright(mask, "L", "the mask")
+    _check_mask(white, image, "the mask")
+    return InputPictures([image], [white])
 
 
-def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
+def upright(image: Picture, mode: str, name: str) -> Image.Image:
     """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
 
     See rgb.to_rgb and rgb.to_mask. `name` is the image's name in error messages.
 
-    Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
-    shows other colours than black and white.
+    Raises ValueError if the image is no picture, if the range of the pixels is unknown, or if a
+    mask with transparent pixels shows other colours than black and white.
     """
+    if isinstance(image, str | os.PathLike):
+        return open_picture(os.fspath(image), mode, name.removeprefix("the "))
+    if not isinstance(image, Image.Image):
+        image = _from_array(image, name)
     try:
         return rgb.to_mask(image) if mode == "L" else rgb.to_rgb(image)
     except ValueError as error:
         raise ValueError(f"{name} has {error}") from error
+
+
+def _from_array(pixels: Any, name: str) -> Image.Image:
+    if isinstance(pixels, np.ndarray) and pixels.dtype == bool:
+        pixels = np.uint8(255) * pixels
+    try:
+        if pixels.dtype == np.uint8:
+            return Image.fromarray(np.asarray(pixels))
+    except (AttributeError, TypeError, ValueError):  # It is no array, or has another shape.
+        pass
+    words = f"{pixels.dtype}{list(pixels.shape)}" if hasattr(pixels, "dtype") else repr(pixels)
+    raise ValueError(
+        f"{name} is {words[:60]}: give a path, a picture of Pillow or an array uint8 [H, W, 3]"
+    )
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:

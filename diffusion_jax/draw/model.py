@@ -10,9 +10,11 @@ for byte if the batch size is the same too, and otherwise up to rounding.
 import collections
 import copy
 import dataclasses
-import io
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,18 +24,19 @@ from absl import logging
 from jaxtyping import Array, ArrayLike, Float, UInt8
 from PIL import Image
 
-from diffusion_jax import runs
+from diffusion_jax import files, runs
 from diffusion_jax.config import ranges
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.draw import input_pictures, options, program
+from diffusion_jax.draw import input_pictures, options, png_text, program
 from diffusion_jax.draw import stage as stage_module
-from diffusion_jax.draw.input_pictures import InputPictures
+from diffusion_jax.draw.input_pictures import InputPictures, Picture
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.draw.program import Images
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.files import sheets
+from diffusion_jax.files.sheets import png
 from diffusion_jax.task import Texts
 from diffusion_jax.text import vocabulary
 from diffusion_jax.text.vocabulary import Vocabulary
@@ -85,12 +88,30 @@ class Drawing:
     def _repr_png_(self) -> bytes:
         return png(sheets.contact_sheet(self.images, sheets.labels(self.prompts)))
 
+    def png(self, n: int) -> bytes:
+        """Return picture n as the PNG file that `sample` would write."""
+        return png(self[n], png_text.parameters(self._line(n), *self[n].shape[:2]))
 
-def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
-    """Encode an image as the PNG file that `sample` would write."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    return buffer.getvalue()
+    def _line(self, n: int) -> dict[str, Any]:
+        return {"text": self.prompts[n], "seed": self.seeds[n], **self.card}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the PNG files, sheet.png and metadata.jsonl, as the command `sample` does.
+
+        Raises ValueError if the folder holds a drawing already.
+        """
+        out = files.path(folder)
+        if (out / "metadata.jsonl").exists():
+            raise ValueError(f"{out} holds a drawing already: choose another folder")
+        out.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for n, seed in enumerate(self.seeds):
+            number = f"_{n}" if self.seeds.count(seed) > 1 else ""
+            lines.append({"file_name": f"seed_{seed:06}{number}.png", **self._line(n)})
+            files.write_whole(out / lines[n]["file_name"], self.png(n))
+        index = "".join(json.dumps(line) + "\n" for line in lines)
+        files.write_whole(out / "metadata.jsonl", index)
+        files.write_whole(out / sheets.NAME, self._repr_png_())
 
 
 class Model:
@@ -129,22 +150,27 @@ class Model:
         prompts: str | Sequence[str],
         *,
         seeds: int | Sequence[int] | None = None,
+        seed: int | None = None,
+        num_images: int = 1,
         progress: Progress | None = None,
-        image: Image.Image | None = None,
-        mask: Image.Image | None = None,
-        low_res: Image.Image | None = None,
+        image: Picture | None = None,
+        mask: Picture | None = None,
+        low_res: Picture | None = None,
         strength: float | Sequence[float] = 0.8,
         **values: Any,
     ) -> Drawing:
-        """Draw one picture per prompt, or, for a single prompt, one picture per seed.
+        """Draw `num_images` pictures per prompt, or, for a single prompt, one picture per seed.
 
         Args:
             prompts: One text or several.
-            seeds: One seed per prompt, or the first of consecutive seeds. By default they start at
+            seeds: One seed per picture, or the first of consecutive seeds. By default they start at
                 0, as in the command `sample`.
+            seed: The first of consecutive seeds, like the command's flag.
+            num_images: The number of pictures of each prompt, which follow one another.
             progress: Called at each evaluation of the network with the predicted images and their
                 noise level.
-            image: The picture that all prompts draw over (image-to-image).
+            image: The picture that all prompts draw over (image-to-image): a picture of Pillow, an
+                array uint8 [H, W, 3] such as `drawing[0]`, or a path. Likewise `mask`, `low_res`.
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
                 first one that enlarges.
@@ -154,14 +180,16 @@ class Model:
                 one value per stage. `checkpoint=None` draws with the loaded checkpoint.
 
         Raises:
-            ValueError: A value is out of range, a picture does not fit, or the numbers of prompts
-                and seeds differ.
+            ValueError: A value is wrong, a picture does not fit, or the numbers of prompts and
+                seeds differ.
+            OSError: A picture's file is missing or not an image.
             Cancelled: `progress` raised it.
         """
-        prompts, seeds = _paired(prompts, seeds)
-        self.warn_of_words(prompts)
+        prompts, seeds = _paired(prompts, seeds, seed, num_images)
         over = input_pictures.opened(image, mask)
-        small = low_res and input_pictures.upright(low_res, "RGB", "the picture to enlarge")
+        small = None
+        if low_res is not None:
+            small = input_pictures.upright(low_res, "RGB", "the picture to enlarge")
         values = {**values, **self._size_of(over and over.images[0], values)}
         for name in values:
             if name in self.options and self.options[name].at_load:
@@ -169,8 +197,9 @@ class Model:
         model = self.changed(
             options.by_stage(values, len(self.stages)),
             self._show if progress else None,
-            self.each_strength(strength) if image else None,
+            self.each_strength(strength) if over else None,
         )
+        model.warn_of_words(prompts)
         if small is not None and model.enlarger is not None:
             model.stages = model.stages[model.enlarger.stage :]
         self._progress, self._cancelled, batches = progress, False, []
@@ -194,11 +223,21 @@ class Model:
         return Drawing(images, prompts, seeds, model.card(), smaller)
 
     def warn_of_words(self, prompts: Sequence[str]) -> None:
-        """Log the words of prompts that no training caption contains, and unused added words."""
-        encoder = self.stages[0].encoder
-        if line := vocabulary.warning(self.vocabulary, prompts, encoder.name):
+        """Log the words of prompts that no training caption contains, and what has no effect."""
+        if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
-        encoder.warn_of_unused(prompts)
+        for s in (stage.settings.sampler for stage in self.stages):
+            if s.negative_prompt and guidance_module.scale_per_image(s, s.guidance, 1) is None:
+                logging.warning(
+                    "the negative prompt %r has no effect at guidance 1: choose a larger guidance",
+                    s.negative_prompt,
+                )
+        self.warn_of_unused(prompts)
+
+    def warn_of_unused(self, prompts: Sequence[str]) -> None:
+        """Log each word of an embedding file that neither a prompt nor a negative prompt uses."""
+        if (stage := self.stages[0]).encoder.added:
+            stage.encoder.warn_of_unused(dict(self.tokenize(stage, prompts)))
 
     def batches(
         self,
@@ -262,7 +301,7 @@ class Model:
                 f"{len(self.stages)} models: load one of them alone"
             )
         (stage,) = self.changed([values]).stages
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts, _ = _paired(prompts, None)
         return PromptedDenoiser(stage, self.tokenize(stage, texts))
 
     def changed(
@@ -349,7 +388,8 @@ class Model:
             ValueError: A value is not in [0, 1], or a list does not have one value per stage.
         """
         later = [1.0] * (len(self.stages) - 1)
-        values = [strength, *later] if isinstance(strength, float | int) else list(strength)
+        one = not isinstance(strength, list | tuple)
+        values = [strength, *later] if one else list(strength)
         for value in values:
             ranges.check_value("strength", value, ranges.Share)
         return [of["strength"] for of in options.by_stage({"strength": values}, len(self.stages))]
@@ -441,7 +481,7 @@ class PromptedDenoiser:
 
         `seeds` is one seed per prompt, or the first of consecutive seeds.
         """
-        numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
+        _, numbers = _paired([""] * self.num_prompts, seeds)
         return self._first(*self._arguments, halves(numbers))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
@@ -503,23 +543,43 @@ def _check_aspect(pictures: InputPictures, height: int, width: int, stretch: boo
 
 
 def _paired(
-    prompts: str | Sequence[str], seeds: int | Sequence[int] | None
+    prompts: str | Sequence[str],
+    seeds: int | Sequence[int] | None,
+    seed: int | None = None,
+    num_images: int = 1,
 ) -> tuple[list[str], list[int]]:
     """Return lists of prompts and seeds of equal length, as described in `Model.draw`.
 
-    Raises ValueError if the numbers of prompts and seeds differ, or if there are no prompts.
+    Raises ValueError if a value is wrong, or if the numbers of prompts and seeds differ.
     """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if seeds is None or isinstance(seeds, int):
-        seeds = [(seeds or 0) + n for n in range(len(texts))]
-    seeds = list(seeds)
-    texts = texts * len(seeds) if len(texts) == 1 else texts
-    if not texts or len(texts) != len(seeds):
+    if seed is not None and seeds is not None:
+        raise ValueError(f"seed={seed} and seeds={seeds} exclude each other: leave one out")
+    ranges.check_value("num_images", num_images, ranges.Count)
+    first = seed or 0 if seeds is None else seeds
+    texts, numbers = _listed(prompts), _listed(first)
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"the prompt {wrong[0]!r} is not a text: give a string, or a list of them")
+    if wrong := [n for n in numbers if isinstance(n, bool) or not hasattr(n, "__index__")]:
         raise ValueError(
-            f"{len(texts)} prompts and {len(seeds)} seeds: give at least one prompt, and one seed "
-            "per prompt"
+            f"the seed {wrong[0]!r} is not a whole number: give one, or a list of them"
         )
-    return texts, seeds
+    texts = [text for text in texts for _ in range(num_images)]
+    numbers = [operator.index(number) for number in numbers]
+    if not isinstance(first, Iterable):
+        numbers = [numbers[0] + n for n in range(len(texts))]
+    texts = texts * len(numbers) if len(texts) == 1 else texts
+    if not texts or len(texts) != len(numbers):
+        raise ValueError(
+            f"{len(texts)} prompts and {len(numbers)} seeds: give at least one prompt, and one "
+            "seed per prompt"
+        )
+    halves(numbers)  # Checks them.
+    return texts, numbers
+
+
+def _listed(values: Any) -> list[Any]:
+    several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    return list(values) if several else [values]
 
 
 def _in_words(stage: Stage) -> str:

@@ -4,6 +4,7 @@ A system lists its options in one table. The function `read` converts and checks
 they come from flags, keywords in notebooks, requests of the web page or points of a sweep.
 """
 
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -27,7 +28,7 @@ class Option(NamedTuple):
     is_text: bool = False
     """Whether the value is free text, which may contain commas."""
     joins: bool = False
-    """Whether the values of a repeated flag are joined with commas."""
+    """Whether the values of a repeated flag, or of a list, are joined with commas."""
 
 
 Options = Mapping[str, Option]
@@ -84,8 +85,8 @@ SHARED: Options = {
 def read(options: Options, values: Values, prefix: str = "") -> dict[str, Any]:
     """Return the values, converted to the types of their options and checked.
 
-    Text is parsed. Options whose value is None are left out. Error messages name an option with
-    `prefix`, which is "--" for flags.
+    Text is parsed, and a path becomes text. Options whose value is None are left out. Error
+    messages name an option with `prefix`, which is "--" for flags.
 
     Raises:
         ValueError: A name is unknown, or a value has another type or is out of range.
@@ -98,6 +99,9 @@ def read(options: Options, values: Values, prefix: str = "") -> dict[str, Any]:
             raise ValueError(f"there is no option {name!r}: {listed}")
         if value is not None:
             option = options[name]
+            if option.joins and isinstance(value, list | tuple):
+                value = ",".join(map(str, value))
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
             typed[name] = ranges.typed(value, option.hint)
             if typed[name] != option.default:
                 ranges.check_value(prefix + name, typed[name], option.hint)

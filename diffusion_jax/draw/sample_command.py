@@ -25,7 +25,7 @@ from diffusion_jax.config import picture_fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import rows as table_rows
 from diffusion_jax.devices import programs
-from diffusion_jax.draw import layouts, seeds
+from diffusion_jax.draw import layouts, png_text, seeds
 from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
@@ -268,10 +268,12 @@ def _write(
         for sizes in zip(*pixels, strict=True):
             n = len(lines)
             images.append(sizes[-1])
+            lines.append(_line(inputs, out, rows[n], seeds[n], layout.names[n], sizes[:-1]) | card)
             if len(images) % layout.parts == 0:
                 (out / layout.names[n]).parent.mkdir(parents=True, exist_ok=True)
-                sheets.write_png(out / layout.names[n], layouts.joined(images[-layout.parts :]))
-            lines.append(_line(inputs, out, rows[n], seeds[n], layout.names[n], sizes[:-1]) | card)
+                joined = layouts.joined(images[-layout.parts :])
+                text = png_text.parameters(lines[n], *images[n].shape[:2])
+                sheets.write_png(out / layout.names[n], joined, text if layout.parts == 1 else "")
     if jax.process_index() == 0:
         for name, text in layout.texts.items():
             files.write_whole(out / name, text)

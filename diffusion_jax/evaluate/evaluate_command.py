@@ -44,7 +44,6 @@ from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.task import Params
-from diffusion_jax.text import TextEncoder
 
 
 class Point(NamedTuple):
@@ -83,8 +82,8 @@ class Subject(NamedTuple):
     """The label of this subject's curve if several subjects share a figure."""
     fields: Sequence[Field] = ()
     """The fields of data.fields, whose numbers are inputs of the network."""
-    encoder: TextEncoder | None = None
-    """The text encoder, which warns of added words that no prompt contains."""
+    warn_of_unused: Callable[[Sequence[str]], None] = lambda prompts: None
+    """Logs the words of embedding files that no prompt contains."""
 
 
 class Sweep(NamedTuple):
@@ -158,8 +157,8 @@ def of_model(
     opened = [functools.partial(open_point, number) for number in range(len(points))]
     fields = picture_fields.read(model.stages[0].settings.fields)
     workdir = files.path(model.stages[0].workdir)
-    encoder = model.stages[0].encoder
-    return Subject(workdir, source, side, batch_size, opened, name, fields, encoder)
+    warn = model.warn_of_unused
+    return Subject(workdir, source, side, batch_size, opened, name, fields, warn)
 
 
 def with_weights(
@@ -248,8 +247,7 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     Nothing is compiled. An error that would stop the sweep is raised during tracing.
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
-    if subject.encoder:
-        subject.encoder.warn_of_unused(scorer.prompts)
+    subject.warn_of_unused(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     kinds = {g == 1: g for g in plan.guidance}.values()  # With and without guidance.
     compute = lambda guidance: drawn_features.drawing(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
 from diffusion_jax import files
 
@@ -101,8 +101,17 @@ def _font(letters: str) -> Any:
     return ImageFont.load_default(_LETTERS)
 
 
-def write_png(path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"]) -> None:
-    """Write a PNG file atomically."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    files.write_whole(path, buffer.getvalue())
+def png(image: UInt8[np.ndarray, "H W 3"], parameters: str = "") -> bytes:
+    """Encode an image as a PNG file that holds the text `parameters` (see draw/png_text.py)."""
+    buffer, info = io.BytesIO(), PngImagePlugin.PngInfo()
+    if parameters:
+        info.add_text("parameters", parameters)  # As iTXt, if it has other letters than Latin-1.
+    Image.fromarray(image).save(buffer, format="PNG", pnginfo=info)
+    return buffer.getvalue()
+
+
+def write_png(
+    path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"], parameters: str = ""
+) -> None:
+    """Write a PNG file atomically. For `parameters`, see `png`."""
+    files.write_whole(path, png(image, parameters))

@@ -82,8 +82,8 @@ def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None
         encoder.tokenize([one for one in texts if one])  # "" stands for a damaged caption, too.
     if text.learned_tokens:
         word = read_learned(text.learned_tokens).word
-        texts = itertools.chain(*map(every, pictures.texts(rows)))
-        if not any(word.lower() in one.lower() for one in texts):
+        texts = list(itertools.chain(*map(every, pictures.texts(rows))))
+        if word in encoder.unused(encoder.tokenize(texts)):
             raise ValueError(
                 f"no caption of the data contains {word}, the word of text.learned_tokens: write "
                 f"captions such as 'a photo of {word}'"

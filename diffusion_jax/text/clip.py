@@ -201,6 +201,7 @@ def encoder(
             f"text.max_tokens is {max_tokens}, but the CLIP in {folder} has only "
             f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
         )
+    added = {}
     if learned_tokens:
         word, initial, count = read_learned(learned_tokens)
         if len(ids := tokenizer.split([initial])[0]) != 1:
@@ -211,7 +212,8 @@ def encoder(
         embeddings = state[f"{clip_weights.TEXT}.embeddings.token_embedding.weight"]
         vectors = np.repeat(np.asarray(embeddings[ids], np.float32), count, 0)  # [N, D]
         tower, frozen = with_learned(tower, frozen, tokenizer.add_words({word: count}), vectors)
-    return of_tower(tower, frozen, tokenizer, max_tokens)
+        added[word] = tower.learned_ids[0], "text.learned_tokens"
+    return of_tower(tower, frozen, tokenizer, max_tokens)._replace(added=added)
 
 
 def with_learned(
@@ -253,9 +255,13 @@ def of_tower(
         return tokenizer.cut_off(texts, max_tokens)
 
     def add_words(frozen, vectors):
-        ids = tokenizer.add_words({word: len(rows) for word, rows in vectors.items()})
+        counts = {word: len(rows) for word, rows in vectors.items()}
+        ids = tokenizer.add_words(counts)
         new, params = with_learned(tower, frozen, ids, np.concatenate([*vectors.values()]))
-        return of_tower(new, (), tokenizer, max_tokens), params
+        first = (ids[0] + np.cumsum([0, *counts.values()])).tolist()
+        origin = "a file of --embedding"
+        added = {word: (id, origin) for word, id in zip(counts, first, strict=False)}
+        return of_tower(new, (), tokenizer, max_tokens)._replace(added=added), params
 
     return TextEncoder(
         "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,

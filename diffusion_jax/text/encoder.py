@@ -64,14 +64,18 @@ class TextEncoder(NamedTuple):
     add_words: Callable[[Any, Mapping[str, np.ndarray]], tuple["TextEncoder", Any]] | None = None
     """Maps (frozen, the vectors [N, D] of each new word) to an encoder that replaces this one, and
     its weights. None if the encoder cannot learn words."""
-    added: tuple[str, ...] = ()
-    """The words that files of embeddings have added."""
+    added: Mapping[str, tuple[int, str]] = {}
+    """For each added word, the id of its first token, and where it comes from, for messages."""
 
-    def warn_of_unused(self, prompts: Sequence[Any]) -> None:
-        """Log each word that a file of embeddings has added and no prompt contains."""
-        for word in self.added:
-            if not any(word.lower() in str(prompt).lower() for prompt in prompts):
-                logging.warning("no prompt contains %r, the word of a file of --embedding", word)
+    def unused(self, texts: TextArrays) -> list[str]:
+        """Return the added words that no tokens contain. `texts` may name its arrays anyhow."""
+        found = lambda id: any((np.asarray(tokens) == id).any() for tokens in texts.values())
+        return [word for word, (id, _) in self.added.items() if not found(id)]
+
+    def warn_of_unused(self, texts: TextArrays) -> None:
+        """Log each added word that no tokens of prompts and negative prompts contain."""
+        for word in self.unused(texts):
+            logging.warning("no prompt contains %r, the word of %s", word, self.added[word][1])
 
 
 def check_fits(kind: str, folder: object, network: Any, vocab_size: int, width: int | None) -> None:

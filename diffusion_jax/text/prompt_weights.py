@@ -31,9 +31,11 @@ _FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENING = {")": "(", "]": "["}
 _MARK = re.compile(r"\\[()\[\]\\]?|[()\[\]]|:\s*(?P<weight>[+-]?[.\d]+)\s*\)|[^\\()\[\]:]+|:")
 _MARKED = re.compile(r"(?<!\\)[(\[]|\bBREAK\b")
-_OTHER = re.compile(
-    r"(?<!\\)\[[^\[\]]*(\|[^\[\]]*|:\s*[.\d]+\s*)\]|\bAND\b|<(lora|lyco|hypernet):[^>]*>"
-)
+_TAG = re.compile(r"\bAND\b|<\w+:[^>]+>")
+_TRAILING = re.compile(r"\s*.*?(?P<weight>:\s*[-+]?(\d+\.?|\d*\.\d+))\s*")
+_SIGN = re.compile(r"\\.|[()\[\]:|\\]")
+_TIMED = re.compile(r"\s*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?\]")
+_CLOSED = re.compile(r"\(:?\)|\[\|*\]")
 _BREAK = re.compile(r"\s*\bBREAK\b\s*")
 _NEAR = 20  # If a full chunk has a comma among so many last tokens, the text after it moves on.
 
@@ -74,6 +76,33 @@ def parse(prompt: str) -> list[tuple[str, float]]:
 def marked(prompts: Sequence[str]) -> list[str]:
     """Return the prompts that contain brackets without a backslash, or BREAK."""
     return [prompt for prompt in prompts if isinstance(prompt, str) and _MARKED.search(prompt)]
+
+
+def schedule(prompt: str) -> str:
+    """Return the first text that the web UI draws only in some steps, or "" if there is none.
+
+    Such texts are [a:0.5], [a:b:0.5] and [a|b], in which a and b may hold closed brackets. As in
+    the web UI, a prompt with | elsewhere, or with a backslash before nothing, has no such text.
+    """
+    first, opened = "", []  # For each open bracket, the indices of its own signs.
+    for sign in _SIGN.finditer(prompt):
+        if sign[0] in ("(", "["):
+            opened.append([sign.start()])
+        elif sign[0] == "\\" or (sign[0] == "|" and not opened):
+            return ""
+        elif opened and len(sign[0]) == 1:
+            opened[-1].append(sign.start())
+            if sign[0] in (")", "]"):
+                signs = "".join(prompt[n] for n in opened[-1])
+                timed = signs in ("[:]", "[::]") and _TIMED.match(prompt, opened[-1][-2] + 1)
+                if timed or _CLOSED.fullmatch(signs):
+                    start, *_, end = opened.pop()
+                    first = first or (prompt[start : end + 1] if timed or "|" in signs else "")
+                elif _has_bar(prompt, opened):
+                    return ""
+                else:
+                    opened.clear()  # No closed bracket can hold these, so they are ordinary text.
+    return "" if _has_bar(prompt, opened) else first
 
 
 def tokenize(
@@ -121,26 +150,39 @@ def _factor(mark: re.Match[str], bracket: str) -> float:
         ) from error
 
 
+def _has_bar(prompt: str, opened: Sequence[Sequence[int]]) -> bool:
+    return any(prompt[n] == "|" for signs in opened for n in signs)
+
+
+def _check(prompt: str) -> None:
+    """Raise ValueError if a prompt has syntax of the web UI other than weights and BREAK."""
+    tag, trailing = _TAG.search(prompt), _TRAILING.fullmatch(prompt)
+    if other := (tag and tag[0]) or (trailing and trailing["weight"]) or schedule(prompt):
+        raise ValueError(
+            f"{other} in the prompt {prompt!r} is not supported: only weights in brackets, as in "
+            "(word:1.3), and BREAK are; write \\[ for a bracket, and give LoRA files by --lora"
+        )
+
+
 def _chunks(tokenizer: TextTokenizer, room: int, prompt: str) -> list[list[tuple[int, float]]]:
     """Return the chunks of a prompt, lists of at most `room` token ids with their weights."""
-    if other := _OTHER.search(prompt):
-        raise ValueError(
-            f"{other[0]} in the prompt {prompt!r} is not supported: only weights and BREAK are; "
-            "write \\[ for a bracket, and give LoRA files by --lora"
-        )
+    _check(prompt)
     parts = parse(prompt)
-    [comma], *tokens = tokenizer.split([",", *(text for text, _ in parts)])
+    [[comma, *_], *_], *texts = tokenizer.words([",", *(text for text, _ in parts)])
     chunks, chunk = [], []
-    for ids, part in zip(tokens, parts, strict=True):
+    for words, part in zip(texts, parts, strict=True):
         if part == BREAK:
             chunks.append(chunk)
             chunk = []
             continue
-        for id in ids:
+        for word in words:
             if len(chunk) == room:
                 near = [n + 1 for n in range(max(0, room - _NEAR), room) if chunk[n][0] == comma]
-                start = near[-1] if near and id != comma else room
+                start = near[-1] if near and word[0] != comma else room
                 chunks.append(chunk[:start])
                 chunk = chunk[start:]
-            chunk.append((id, part[1]))
+            if len(chunk) + len(word) > room:
+                chunks.append(chunk)
+                chunk = []
+            chunk += [(id, part[1]) for id in word]
     return [*chunks, chunk] if chunk or not chunks else chunks

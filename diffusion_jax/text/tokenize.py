@@ -55,6 +55,9 @@ class TextTokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
+        self._with_words: Callable[[str], str] = str
+        self._words: dict[tuple[int, ...], list[int]] = {}
+        """The ids of added words, keyed by the ids of their texts; longer ones come first."""
         self.begin, self.end, self.pad = begin, end, pad
         self._unknown = tokenizer.token_to_id(unknown)
 
@@ -72,11 +75,16 @@ class TextTokenizer:
             raise ValueError(f"the word {added[0]!r} is in the model already: keep one of the two")
         self._tokenizer.add_tokens([AddedToken(name, normalized=False) for name in tokens])
         # Longer words first, and no parts of words: "cat" is not in "category".
-        longest = sorted(map(re.escape, names), key=len, reverse=True)
-        pattern = re.compile(rf"(?<!\w)({'|'.join(longest)})(?!\w)", re.IGNORECASE)
-        clean, in_tokens = self._clean, lambda match: " ".join(names[match[0].lower()])
-        self._clean = lambda text: pattern.sub(in_tokens, clean(text))
+        edges = lambda word: rf"{_edge('<!', word[0])}{re.escape(word)}{_edge('!', word[-1])}"
+        longest = sorted(names, key=len, reverse=True)
+        pattern = re.compile("|".join(map(edges, longest)), re.IGNORECASE)
+        earlier, in_tokens = self._with_words, lambda match: " ".join(names[match[0].lower()])
+        self._with_words = lambda text: pattern.sub(in_tokens, earlier(text))
         ids = self._tokenizer.get_vocab()
+        for word, ids_of_text in zip(names, self._mended_ids([*names]), strict=True):
+            self._words[tuple(ids_of_text)] = [ids[name] for name in names[word]]
+        by_length = sorted(filter(None, self._words), key=len, reverse=True)
+        self._words = {key: self._words[key] for key in by_length}
         return [ids[name] for name in tokens]
 
     @property
@@ -104,6 +112,14 @@ class TextTokenizer:
         """Return all ids of each text, without those of begin, end and padding."""
         return [encoding.ids for _, encoding in self._encode(texts)]
 
+    def words(self, texts: Sequence[str]) -> list[list[list[int]]]:
+        """Return the ids of texts as the web UI of AUTOMATIC1111 reads them.
+
+        Each text is a list of words: the ids of an added word, or else a single id. The texts are
+        repaired by ftfy. An added word is found where the text has exactly its tokens.
+        """
+        return [self._joined(ids) for ids in self._mended_ids(texts)]
+
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
         """Return the part of each text that is ignored if texts are cut to `length` tokens.
 
@@ -119,11 +135,24 @@ class TextTokenizer:
         return ignored
 
     def _encode(self, texts: Sequence[Any]) -> Iterable[tuple[str, Encoding]]:
-        cleaned = [self._clean(_checked(text)) for text in texts]
+        cleaned = [self._with_words(self._clean(_checked(text))) for text in texts]
         # Python's lower() handles the final sigma of Greek words; the tokenizer's does not.
         lower = [text.lower() for text in cleaned] if self._lower else cleaned
         encoded = self._tokenizer.encode_batch(lower, add_special_tokens=False)
         return zip(cleaned, encoded, strict=True)
+
+    def _mended_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        mended = [self._clean(_repaired(_checked(text))).lower() for text in texts]
+        return [e.ids for e in self._tokenizer.encode_batch(mended, add_special_tokens=False)]
+
+    def _joined(self, ids: list[int]) -> list[list[int]]:
+        words, at = [], 0
+        while at < len(ids):
+            found = (word for word in self._words if tuple(ids[at : at + len(word)]) == word)
+            word = next(found, (ids[at],))
+            words.append(self._words.get(word, [ids[at]]))
+            at += len(word)
+        return words
 
 
 def t5(path: str | os.PathLike[str]) -> TextTokenizer:
@@ -314,16 +343,24 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def _mend(text: str) -> str:
-    """Clean a text as OpenCLIP does.
+    """Clean a text as OpenCLIP does: repair it, and replace all HTML entities by characters."""
+    return " ".join(html.unescape(html.unescape(_repaired(text))).split())
 
-    Repair characters that were decoded wrongly, straighten curly quotes, replace HTML entities by
-    their characters, and merge repeated spaces.
+
+def _repaired(text: str) -> str:
+    """Repair wrongly decoded characters, and replace curly quotes, ligatures and HTML entities.
+
+    HTML entities stay if the text contains "<".
     """
-    import ftfy  # Only OpenCLIP needs it.
+    import ftfy  # Only OpenCLIP and prompts with weights need it.
 
     # For texts like "&amp;amp;...", ftfy takes quadratic time in the length of the pieces it fixes.
-    fixed = ftfy.fix_text(text, max_decode_length=_PIECE)
-    return " ".join(html.unescape(html.unescape(fixed)).split())
+    return ftfy.fix_text(text, max_decode_length=_PIECE)
+
+
+def _edge(side: str, letter: str) -> str:
+    """Return a pattern that forbids a letter or digit beside `letter`, if it is one itself."""
+    return rf"(?{side}\w)" if re.match(r"\w", letter) else ""
 
 
 def _checked(text: Any) -> str:

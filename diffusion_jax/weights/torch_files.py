@@ -124,6 +124,13 @@ class _Nothing:
         pass
 
 
+class _ParameterDict(dict):
+    """torch.nn.ParameterDict: a module whose state holds its arrays under "_parameters"."""
+
+    def __setstate__(self, state):
+        self.update(state["_parameters"])
+
+
 def _rebuild_tensor(storage, offset, shape, strides, *_) -> _Tensor:
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
 
@@ -137,6 +144,7 @@ def _rebuild_typed(storage, offset, shape, strides, requires_grad, hooks, dtype,
 
 _FUNCTIONS: Mapping[tuple[str, str], Callable] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch.nn.modules.container", "ParameterDict"): _ParameterDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed,

@@ -132,6 +132,16 @@ def test_loading_a_folder_without_a_config_is_an_error(tmp_path):
     )
 
 
+def test_the_error_about_a_misspelled_workdir_names_the_run_beside_it(tmp_path):
+    for name in ("emoji32", "digits"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, {})
+    with pytest.raises(FileNotFoundError) as error:
+        runs.load(tmp_path / "emoji33")
+    expected = f"{tmp_path}/emoji33 holds no config.json: did you mean {tmp_path}/emoji32?"
+    assert str(error.value) == expected
+
+
 def test_fields_missing_in_an_old_config_get_defaults_and_are_logged_once_in_training(
     tmp_path, caplog
 ):

@@ -1,5 +1,6 @@
 """Published models sample the same image alone, in a batch, on one device, and from a file."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
 from sd_jax.drawing import File
 from sd_jax.settings import read_settings
-from sd_jax.weights import checkpoints, published, trained
+from sd_jax.weights import checkpoints, lora_files, published, trained
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
@@ -162,6 +163,98 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
             model.draw("a", image=Image.new("RGB", size))
     with pytest.raises(ValueError, match="low_res is given, but Stable Diffusion has no stage"):
         model.draw("a", low_res=Image.new("RGB", (4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": 5}, "the prompt 5 is not a text"),
+        ({"prompts": None}, "the prompt None is not a text"),
+        ({"prompts": ["a", 5]}, "the prompt 5 is not a text"),
+        ({"prompts": b"a"}, "the prompt b'a' is not a text"),
+        ({"prompts": []}, "0 prompts and 0 seeds: give at least one"),
+        ({"seeds": "3"}, "the seed '3' is not a whole number"),
+        ({"seeds": [1.5]}, "the seed 1.5 is not a whole number"),
+        ({"seeds": True}, "the seed True is not a whole number"),
+        ({"seed": -1}, "the seed is -1: it must be"),
+        ({"seed": 1, "seeds": [2]}, r"seed=1 and seeds=\[2\] exclude each other"),
+        ({"num_images": 0}, "num_images is 0: it must be above 0"),
+        ({"image": 5}, "the image is 5: give a path, a picture of Pillow or an array uint8"),
+        ({"image": np.zeros((4, 4, 3))}, r"the image is float64\[4, 4, 3\]: give a path"),
+        ({"image": "none.png"}, r"^image=none.png cannot be opened: \[Errno 2\]"),
+        ({"lora": "a.pt"}, r"lora cannot change after loading: pass it to load\(\)"),
+    ],
+)
+def test_wrong_arguments_of_draw_are_errors_of_one_line(model, arguments, message):
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        model.draw(**{"prompts": "a", **arguments})
+    assert "\n" not in str(raised.value)
+
+
+def test_draw_takes_the_seeds_and_the_number_of_images_of_the_command(model, six):
+    pairs = model.draw(["c", "d"], seed=2, num_images=2)
+    assert (pairs.prompts, pairs.seeds) == (["c", "c", "d", "d"], [2, 3, 4, 5])
+    same(pairs[:1], six[2:3])
+    assert model.draw("d", seeds=np.arange(3, 5)).seeds == [3, 4]
+    assert model.draw("d", seeds=np.int64(3), num_images=2).seeds == [3, 4]
+
+
+def test_pictures_to_draw_over_are_paths_arrays_or_pictures_of_pillow(model, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    half = np.arange(4) < np.full((6, 1), 2)  # bool [6, 4]
+    masks = (half, np.uint8(255) * half, Image.fromarray(np.uint8(255) * half))
+    images = (pixels, Image.fromarray(pixels), tmp_path / "a.png")
+    drawn = [
+        model.draw("a", image=image, mask=mask, strength=0.5).images
+        for image, mask in zip(images, masks, strict=True)
+    ]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+
+
+def test_load_takes_the_settings_of_files_and_lists_of_loras_like_the_commands(
+    published, monkeypatch
+):
+    merged = []
+    apply = lambda specs, opened: merged.append(list(specs)) or opened
+    monkeypatch.setattr(lora_files, "apply", apply)
+    monkeypatch.setattr(lora_files, "add_words", lambda specs, *of_text: of_text)
+    path, loras = published / "a.npz", ["a.pt:0.5", "b"]
+    facts = {"tokenizer": published / "tokenizer", "config": published / "ldm.yaml"}
+    for lora in (loras, "a.pt:0.5,b"):
+        model = drawing.load(path, prediction="v", lora=lora, **facts, **VALUES)
+        assert model.stages[0].settings.diffusion.predicts == "v"
+        assert model.card()["lora"] == loras
+    assert merged == [loras, loras]
+    with pytest.raises(ValueError, match="prediction is 'w': choose from eps, v"):
+        drawing.load(path, prediction="w")
+
+
+def test_a_saved_drawing_has_its_prompts_seeds_and_settings(model, tmp_path):
+    drawn = model.draw(["a", "b"], seeds=[3, 3], negative_prompt="c")
+    drawn.save(tmp_path / "out")
+    lines = [json.loads(x) for x in (tmp_path / "out/metadata.jsonl").read_text().splitlines()]
+    assert [(x["text"], x["seed"], x["guidance"]) for x in lines] == [("a", 3, 3.0), ("b", 3, 3.0)]
+    for line, pixels in zip(lines, drawn.images, strict=True):
+        image = Image.open(tmp_path / "out" / line["file_name"])
+        np.testing.assert_array_equal(np.asarray(image), pixels)
+        start = (
+            f"{line['text']}\nNegative prompt: c\nSteps: 2, Sampler: DDIM, CFG scale: 3.0, Seed: 3"
+        )
+        assert image.info["parameters"].startswith(f"{start}, Size: 4x6, Model: d, ")
+    assert (tmp_path / "out/sheet.png").is_file()
+    with pytest.raises(ValueError, match="out holds a drawing already: choose another folder"):
+        drawn.save(tmp_path / "out")
+
+
+def test_a_negative_prompt_without_effect_is_a_warning(model, caplog):
+    model.draw("a", negative_prompt="b")
+    assert not caplog.messages
+    model.draw("a", negative_prompt="b", guidance=1)
+    assert caplog.messages == [
+        "the negative prompt 'b' has no effect at guidance 1: choose a larger guidance"
+    ]
 
 
 def test_a_picture_that_is_stretched_by_more_than_a_twentieth_is_named(model, caplog):

@@ -484,3 +484,48 @@ def test_gaussian_noise_is_standard_normal_and_independent():
     # 7,500 values each: 4 standard errors of a mean are 0.046, of a variance 0.065.
     np.testing.assert_allclose(values.mean(1), 0, atol=0.046)
     np.testing.assert_allclose(np.cov(values), np.eye(6), atol=0.065)
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("DPM++ 2M", "did you mean 'dpmpp_2m'?"),
+        ("DPM++ 2M Karras", "did you mean 'dpmpp_2m' with sampler.grid='karras'?"),
+        (
+            "dpm++ 2m sde exponential",
+            "did you mean 'dpmpp_2m_sde' with sampler.grid='exponential'?",
+        ),
+        ("DPM++ 3M SDE", "did you mean 'dpmpp_3m_sde'?"),
+        ("DPM2 a Karras", "did you mean 'dpm2_ancestral' with sampler.grid='karras'?"),
+        ("Euler a", "did you mean 'euler_ancestral'?"),
+        ("Euler SGM Uniform", "did you mean 'euler' with sampler.grid='trailing'?"),
+        ("LMS Karras", "did you mean 'lms' with sampler.grid='karras'?"),
+        ("DDIM CFG++", "did you mean 'ddim' with sampler.guiding='cfg_pp'?"),
+        ("UniPC", "did you mean 'unipc'?"),
+        ("k_euler_a", "did you mean 'euler_ancestral'?"),
+        ("DPM++ SDE Karras", "no sampler here equals the web UI's DPM++ SDE."),
+        ("DPM++ 2S a", "no sampler here equals the web UI's DPM++ 2S a."),
+        ("DPM adaptive", "no sampler here equals the web UI's DPM adaptive."),
+    ],
+)
+def test_names_of_the_web_ui_suggest_a_sampler_and_its_grid(name, question):
+    with pytest.raises(ValueError, match=r"sampler\.name is") as raised:
+        samplers.SAMPLERS.bound("sampler.name", name)
+    assert str(raised.value).startswith(f"sampler.name is {name!r}: {question} Choose from heun")
+
+
+def test_a_function_alone_is_a_sampler_and_a_result_of_another_shape_an_error(monkeypatch):
+    def cut(denoise, x, sigmas, draws):
+        return denoise(x, jnp.full(len(x), sigmas[0]))[:, 1:]
+
+    def nothing(denoise, x, sigmas, draws):
+        pass
+
+    inputs = samplers.SamplerInputs(denoise, X, jnp.array([2.0, 0.0]), DRAWS, lambda x: x)
+    for function, words in ((cut, r"\(3, 3, 4, 3\)"), (nothing, "NoneType")):
+        monkeypatch.setitem(samplers.SAMPLERS, "mine", function)
+        s = Sampler("mine")
+        assert samplers.make(s).grid == "even"
+        sample = samplers.make_sample(lambda: inputs, s)
+        with pytest.raises(ValueError, match=rf"the sampler mine returns {words}, but x has the"):
+            sample()

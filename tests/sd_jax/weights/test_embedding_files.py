@@ -1,10 +1,15 @@
 """Embeddings of textual inversion become words of prompts, and wrong files are errors."""
 
+import base64
+import json
+import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image, PngImagePlugin
 
 from diffusion_jax.text import clip, embed, hashed, tokenize
 from diffusion_jax.weights import torch_weights
@@ -65,6 +70,66 @@ def test_a_file_of_the_web_ui_is_read_without_executing_its_pickle():
     np.testing.assert_array_equal(vectors, np.arange(6, dtype=np.float32).reshape(2, 3) / 4)
 
 
+def test_the_authors_parameter_dicts_are_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    vectors = torch.arange(48.0).reshape(2, 24)
+    param = torch.nn.ParameterDict({"*": torch.nn.Parameter(vectors)})
+    torch.save(
+        {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": param},
+        tmp_path / "fox.pt",
+    )
+    word, read = embedding_files.read(tmp_path / "fox.pt")
+    assert word == "fox"
+    np.testing.assert_array_equal(read, vectors.numpy())
+
+
+def test_a_picture_of_the_web_ui_holds_an_embedding(tmp_path):
+    param = {"*": {"TORCHTENSOR": [[1.5, 2.0], [3.0, -4.0]]}}
+    content = {"string_to_token": {"*": 265}, "string_to_param": param, "name": "fox-style"}
+    info = PngImagePlugin.PngInfo()
+    info.add_text("sd-ti-embedding", base64.b64encode(json.dumps(content).encode()))
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png", pnginfo=info)
+    word, vectors = embedding_files.read(tmp_path / "a.png")
+    assert (word, vectors.tolist()) == ("fox-style", [[1.5, 2.0], [3.0, -4.0]])
+    Image.new("RGB", (4, 4)).save(tmp_path / "b.png")
+    with pytest.raises(ValueError, match=r"embedding .*b\.png: the picture contains no embedding"):
+        embedding_files.read(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_npy_files_of_diffusers_are_read_without_executing_their_pickle(tmp_path, array):
+    vectors = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.save(tmp_path / "learned_embeds.npy", {"<cat>": array(vectors)}, allow_pickle=True)  # type: ignore
+    word, read = embedding_files.read(tmp_path / "learned_embeds.npy")
+    assert word == "<cat>"
+    np.testing.assert_array_equal(read, vectors)
+    np.save(tmp_path / "fox.npy", vectors)
+    assert embedding_files.read(tmp_path / "fox.npy").word == "fox"
+    command = f"touch {tmp_path}/ran"
+    np.save(tmp_path / "evil.npy", {"a": Evil(command)}, allow_pickle=True)  # type: ignore
+    with pytest.raises(ValueError, match="cannot read the embedding"):
+        embedding_files.read(tmp_path / "evil.npy")
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_file_with_clip_l_alone_is_named_like_the_file_and_paths_may_have_commas(tmp_path):
+    for name in ("a,b", "c", "d,e,f"):
+        torch_weights.write(
+            tmp_path / f"{name}.safetensors", {"clip_l": np.ones((1, WIDTH), np.float32)}
+        )
+    paths = [f"{tmp_path}/{name}.safetensors" for name in ("a,b", "c", "d,e,f", "none")]
+    assert embedding_files.split(",".join(paths)) == paths
+    assert embedding_files.read(pathlib.Path(paths[0])).word == "a,b"
+
+
 def test_a_single_vector_may_lack_the_axis_of_tokens(tmp_path):
     torch_weights.write(tmp_path / "a.safetensors", {"<cat>": np.ones(WIDTH, np.float32)})
     assert embedding_files.read(tmp_path / "a.safetensors").vectors.shape == (1, WIDTH)
@@ -76,6 +141,8 @@ def test_a_single_vector_may_lack_the_axis_of_tokens(tmp_path):
         ({"clip_g": (1, 8), "clip_l": (1, 8)}, "is an embedding for SDXL, which is not supported"),
         ({"a": (1, WIDTH), "b": (1, WIDTH)}, "because it holds 2 arrays, such as a, b, instead"),
         ({"a": (1, 2, WIDTH)}, "is not a textual inversion embedding, because it holds 1 arrays"),
+        ({"a": (0, WIDTH)}, r"a\.safetensors holds no vectors"),
+        ({"a": (15, WIDTH)}, "has 15 vectors, but the text encoder reads 14 tokens"),
         ({"a": (1, 8)}, "has vectors of width 8, but the model's text encoder has width 24"),
     ],
 )
