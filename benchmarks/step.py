@@ -129,7 +129,9 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
 
     for _ in range(_WARMUP.value):
         jax.block_until_ready(train())
-    reported = {"l2_fetch": measure.set_l2_fetch(_L2_FETCH.value)} if _L2_FETCH.value else {}
+    reported = {}
+    if _L2_FETCH.value and jax.default_backend() == "gpu":
+        reported = {"l2_fetch": measure.set_l2_fetch(_L2_FETCH.value)}
     with measure.gpu_power() as power:
         seconds = measure.in_flight(train, _STEPS.value, _SECONDS.value)
     kernels = measure.gpu_kernels(train) if _PROFILE.value else None

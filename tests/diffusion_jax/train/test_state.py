@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
-from diffusion_jax.train import moving_average, optimizer, state
+from diffusion_jax.train import moving_average, optimizer
+from diffusion_jax.train import state as train_state
 from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.state import init_state, make_train_step
 from tests.diffusion_jax import training_noise
@@ -327,7 +328,7 @@ def test_gradients_keep_the_layout_of_the_parameters_on_one_gpu_only(
 ):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     mesh = sharding.make_mesh(1, devices, 1, jax.devices()[:devices])
-    laid_out = sharding.ambient(mesh, state._laid_out)
+    laid_out = sharding.ambient(mesh, train_state._laid_out)
     program = str(jax.make_jaxpr(laid_out)({"kernel": jnp.ones((3, 3, 2, 4)), "bias": jnp.ones(3)}))
     layouts = re.findall(r"major_to_minor=(\(.*?\))", program)
     assert layouts == ["(0,)", "(0, 1, 2, 3)"] * constrained
