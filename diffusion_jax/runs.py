@@ -90,6 +90,11 @@ def claim(
     return bool(different)
 
 
+def is_workdir(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the workdir of a run, and no file or folder of other weights."""
+    return (files.path(path) / CHECKPOINTS).is_dir()
+
+
 def unread_text(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the fields of a config's text group that its encoder ignores; these may differ."""
     return () if config.get("text", {}).get("encoder") == "t5" else ("text.read_tokens",)

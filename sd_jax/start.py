@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from diffusion_jax import files, runs
+from diffusion_jax import runs
 from diffusion_jax.start.changes import Changes
 from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
@@ -39,7 +39,7 @@ def vae_fields(path: str) -> Changes:
     `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
     ValueError if it holds no VAE.
     """
-    if (files.path(path) / runs.CHECKPOINTS).is_dir():
+    if runs.is_workdir(path):
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]
         scale, shift = 1.0, 0.0
     else:

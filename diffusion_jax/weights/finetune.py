@@ -115,7 +115,7 @@ def _other_ranges(weights: str, fields: Sequence[str]) -> str:
     folders of diffusers do not.
     """
     workdir, _ = at_step(weights)
-    if not (files.path(workdir) / runs.CHECKPOINTS).is_dir():
+    if not runs.is_workdir(workdir):
         return ""
     stored = runs.load(workdir)["data"].get("fields", ())
     before, now = picture_fields.ranges(stored), picture_fields.ranges(fields)

@@ -86,7 +86,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     Raises ValueError if the checkpoint that is read back from `target` differs from `source`.
     """
     target = files.path(target)
-    is_run = (files.path(source) / runs.CHECKPOINTS).is_dir()
+    is_run = runs.is_workdir(source)
     if is_run and _NAMES.value in lora_files.DIALECTS:
         trained.write_lora(source, target, _NAMES.value, _EMA.value)
         print(f"{target}: only what the run trained, with the names of {_NAMES.value}")

@@ -29,7 +29,7 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path` or its
     fields differ from those of `vae`.
     """
-    if _is_workdir(path):
+    if runs.is_workdir(path):
         folder = files.path(path) / runs.CHECKPOINTS
         return jax.device_get(restore.load_params(folder, names.abstract_vae(vae)))
     return _checked(checkpoints.load(path, parts=("vae",)).vae, vae, path, "VAE").params
@@ -47,7 +47,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     attends to text of another width than `text_width`.
     """
     workdir, step = finetune.at_step(path)
-    if _is_workdir(workdir):
+    if runs.is_workdir(workdir):
         run = read_settings(runs.load(workdir, "sd_jax"))
         stored = _without_picture(unet, run.unet.in_channels)
         return _widened(of_run(workdir, stored, text_width, step=step), unet)
@@ -112,10 +112,6 @@ def _widened(params: Any, unet: UNet) -> Any:
     zeros = ((0, 0), (0, 0), (0, unet.in_channels - kernel.shape[2]), (0, 0))
     first = {**network["init_conv"], "kernel": np.pad(kernel, zeros)}
     return {**params, "params": {**network, "init_conv": first}}
-
-
-def _is_workdir(path: str | os.PathLike[str]) -> bool:
-    return (files.path(path) / runs.CHECKPOINTS).is_dir()
 
 
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.config.settings import Lora
+from diffusion_jax.files import untrusted
 from diffusion_jax.task import Params
 from diffusion_jax.text import TextEncoder, clip_weights
 from diffusion_jax.weights import lora, pretrained, torch_files, torch_weights
@@ -108,13 +109,14 @@ def add_words(files: Sequence[str], encoder: TextEncoder, frozen: Any) -> tuple[
     for path, _ in (pair for text in files for pair in _parse(text)):
         state = torch_files.read_state_dict(path)
         matches = ((_BUNDLED.fullmatch(name), array) for name, array in state.items())
-        words = {m[1]: np.atleast_2d(np.asarray(w, np.float32)) for m, w in matches if m}
-        if others := [word for word, rows in words.items() if rows.shape[-1] != encoder.width]:
-            raise ValueError(
-                f"--lora={path} has an embedding of {others[0]!r} with vectors of width "
-                f"{words[others[0]].shape[-1]}, but the model's text encoder has width "
-                f"{encoder.width}: choose a LoRA for this model"
-            )
+        rows = ((m[1], np.atleast_2d(np.asarray(w, np.float32))) for m, w in matches if m)
+        for word, vectors in (words := untrusted.once(list(rows))).items():
+            if vectors.shape != (len(vectors) or 1, encoder.width):
+                raise ValueError(
+                    f"--lora={path} has an embedding of {word!r} of the shape "
+                    f"{list(vectors.shape)}, but the model's text encoder has width "
+                    f"{encoder.width}: choose a LoRA for this model"
+                )
         if words and encoder.add_words:
             larger, frozen = encoder.add_words(frozen, words)
             encoder = larger._replace(added=encoder.added)

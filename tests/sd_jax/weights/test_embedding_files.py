@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -206,8 +207,10 @@ def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_p
     assert np.abs(bundled.astype(int) - draw("plain.safetensors")).max() > 2
 
 
-def test_an_embedding_in_a_lora_file_must_fit_the_model(encoder, tmp_path):
+@pytest.mark.parametrize("shape", [(1, 8), (0, WIDTH), (1, 2, WIDTH)])
+def test_an_embedding_in_a_lora_file_must_fit_the_model(encoder, tmp_path, shape):
     path = tmp_path / "a.safetensors"
-    torch_weights.write(path, {"bundle_emb.fox.emb_params": np.ones((1, 8), "f4")})
-    with pytest.raises(ValueError, match="'fox' with vectors of width 8, but the model's text enc"):
+    torch_weights.write(path, {"bundle_emb.fox.emb_params": np.ones(shape, "f4")})
+    message = rf"'fox' of the shape {re.escape(str(list(shape)))}, but the model's text encoder has"
+    with pytest.raises(ValueError, match=message):
         lora_files.add_words([str(path)], encoder, encoder.frozen)
