@@ -106,9 +106,10 @@ class Training:
         """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
         Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
-        pictures, the sheet shows all of them.
+        pictures, the sheet has a single row of pairs, of at most 8.
         """
-        closest = np.argsort(nearest.distances, kind="stable")[:_PAIRS]
+        shown = _PAIRS if len(nearest.distances) >= _PAIRS else _COLUMNS
+        closest = np.argsort(nearest.distances, kind="stable")[:shown]
         real, texts = self._pictures.read(nearest.indices[closest])
         drawn = draw(closest.tolist())
         labels = [f"distance {distance:.3g}" for distance in nearest.distances[closest]]
@@ -118,7 +119,8 @@ class Training:
             row = slice(start, start + _COLUMNS)
             images += [*drawn[row], *real[row]]
             lines += [*labels[row], *captions[row]]
-        return sheets.contact_sheet(np.stack(images), lines, columns=_COLUMNS)
+        columns = min(_COLUMNS, len(closest))
+        return sheets.contact_sheet(np.stack(images), lines, columns=columns)
 
 
 def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training | None:

@@ -39,6 +39,7 @@ def write_models(folder):
     """Write a T5 and a CLIP with random weights under the names of the page's examples."""
     for name in ("google-t5/t5-small", "openai/clip-vit-large-patch14"):
         path, kind = folder / name, "t5" if "t5" in name else "clip"
+        path.parent.mkdir(parents=True, exist_ok=True)
         write = tiny_weights.t5_folder if kind == "t5" else tiny_weights.clip_folder
         write(path, *(["clip"] if kind == "clip" else []))
         config = json.loads((path / "config.json").read_text())

@@ -36,8 +36,8 @@ def test_the_held_out_loss_is_beside_the_loss_on_training_pictures(holding_out, 
 
 def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path, monkeypatch):
     def copied(opened, params):
-        images, _ = verdict._spread(opened.inputs.batches.pictures).read(np.arange(5))
-        return images, ["a"] * 5
+        images, _ = verdict._spread(opened.inputs.batches.pictures).read(np.arange(8))
+        return images, ["a"] * 8
 
     monkeypatch.setattr(verdict, "_drawn", copied)
     rows = dict(verdict.verdict(holding_out, "", tmp_path / "sheet.png"))
@@ -47,7 +47,8 @@ def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path
     with Image.open(tmp_path / "sheet.png") as sheet:
         pixels = np.asarray(sheet)
     step = pixels.shape[0] // 2  # The pictures of both rows are equal, but not their captions.
-    np.testing.assert_array_equal(pixels[4:132, :], pixels[4 + step - 2 : 132 + step - 2, :])
+    drawn, nearest = (pixels[top : top + 128, 4:-4] for top in (4, 2 + step))
+    np.testing.assert_array_equal(drawn, nearest)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,17 @@ def test_copies_of_training_pictures_are_close_and_random_pictures_as_seldom_as_
     assert abs(row["close"] - copies.CLOSE) < 0.02
 
 
+@pytest.mark.parametrize(("count", "pairs"), [(5, 5), (8, 8), (12, 8), (16, 16)])
+def test_each_drawn_picture_is_above_its_nearest_training_picture(count, pairs, monkeypatch):
+    monkeypatch.setattr(copies.sheets, "contact_sheet", lambda *a, **options: (*a, options))
+    drawn = TRAINING[:count]
+    nearest = copies.Nearest(np.zeros(count), np.arange(count))
+    images, _, options = open_training().sheet(nearest, lambda rows: drawn[np.asarray(rows)])
+    rows = images.reshape(-1, options["columns"], *images.shape[1:])
+    assert len(images) == 2 * pairs
+    np.testing.assert_array_equal(rows[::2], rows[1::2])
+
+
 @pytest.mark.parametrize("real", [UNSEEN, TRAINING])
 def test_a_judge_whose_real_pictures_are_training_pictures_is_warned_about(real, tmp_path, caplog):
     drawn = RNG.integers(0, 256, (40, 4, 4, 3)).astype(np.uint8)
