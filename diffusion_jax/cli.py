@@ -7,6 +7,7 @@ import pathlib
 import re
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -137,12 +138,18 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line."""
+    before, sys.unraisablehook = signal.getsignal(signal.SIGINT), _unraisable
+    if before == signal.SIG_DFL:  # Since the package was imported.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        before = signal.SIG_DFL
+        signal.signal(signal.SIGINT, before)
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(exits.INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _in_words(message: str) -> str:
@@ -188,7 +195,6 @@ def start(*, alone: bool = False) -> None:
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
     logging.get_absl_handler().setFormatter(_Printable())
-    sys.unraisablehook = _unraisable
     # Pillow warns about every damaged image. The data pipeline counts such images instead.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     # After a failed save, Python would warn about Orbax's unfinished coroutines.
@@ -300,6 +306,11 @@ class _Printable(logging.PythonFormatter):
 
 
 def _unraisable(hook_args: Any) -> None:
+    if hook_args.exc_type is KeyboardInterrupt:
+        # It was raised in a callback, such as JAX's at garbage collection: raise it again, later.
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        return
     # A failed save leaves tasks and event loops of Orbax behind, which cause these two messages.
     # The error of the save is raised elsewhere.
     text, owner = str(hook_args.exc_value), getattr(hook_args.object, "__qualname__", "")
