@@ -19,13 +19,17 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import exits, files, reference, systems
-from diffusion_jax.config import versions
+from diffusion_jax.config import own_modules, versions
 from diffusion_jax.devices import distributed, program_cache, tuning, xla_flags
 from diffusion_jax.files import untrusted
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
 _EXTRAS = {"starlette": "web", "uvicorn": "web"}
 """The extra that installs a package, for packages that requirements.txt does not list."""
+_TRUST = flags.DEFINE_list(
+    "trust", [], "Modules of your own that the config of a workdir or of moments may name, such as "
+    "my_package.my_source.",
+)  # fmt: skip
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -55,6 +59,7 @@ class _CompleteConfig(flags.ArgumentParser):
     def parse(self, argument: str) -> Any:
         config = _read(self._files, argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections reports an error later.
+            own_modules.trust_config(config.to_dict())
             config = ConfigDict(systems.complete(config.to_dict())).lock()
         return config
 
@@ -116,11 +121,16 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
             if "config" in flags.FLAGS and _HELP & set(argv):
                 flags.FLAGS["config"].help += _fields_in_help(argv)
             try:
-                return flags.FLAGS(argv)
+                rest = flags.FLAGS(argv)
             except flags.Error as error:
                 raise flags.Error(_in_words(str(error))) from error
             except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
                 raise ValueError(_unknown_field(argv, str(error))) from error
+        own_modules.trust(*_TRUST.value)
+        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
+        if isinstance(config, ConfigDict):
+            own_modules.trust_config(config.to_dict())
+        return rest
 
     def run_main(argv):
         try:

@@ -165,6 +165,13 @@ def refuse_pipe(path: pathlib.Path) -> None:
         raise ValueError(f"{path} is a pipe: save its content in a file, and name that file")
 
 
+def check_inside(name: str, path: pathlib.Path) -> None:
+    """Raise ValueError if the file `path` names a file `name` outside its own folder."""
+    parts = pathlib.PurePath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ValueError(f"{path} names a file outside its folder, {name}: download it again")
+
+
 def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
     """Return whether a path is a regular file below the folder `root`, reached without links.
 

@@ -199,10 +199,13 @@ def _tables(folder: pathlib.Path) -> list[pathlib.Path]:
     if not state.is_file():
         return sorted(folder.glob("*.arrow"))
     try:
-        paths = [
-            folder / table["filename"]
+        names = [
+            str(table["filename"])
             for table in untrusted.parse_json(state.read_text())["_data_files"]
         ]
+        for name in names:
+            untrusted.check_inside(name, state)
+        paths = [folder / name for name in names]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state} is damaged: {error!r}; copy or write it again") from error
     if missing := [path for path in paths if not path.is_file()]:
