@@ -319,7 +319,7 @@ def _score_points(
             drawing, scoring = features.pop("seconds").sum(0)
             scores = scorer.score(features)
             share = round(float(scoring / (drawing + scoring)), 4)
-            rows.append(row | scorers.columns(scores) | {"features_share_of_time": share})
+            rows.append(row | scorers.columns(scores) | {sweep.SHARE: share})
             sweep.write_scored(
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )

@@ -13,6 +13,7 @@ import re
 import urllib.parse
 from collections.abc import Sequence
 
+from absl import logging
 from PIL import Image
 
 from diffusion_jax import files, runs
@@ -56,6 +57,8 @@ def page(
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
+    for damage in (one.damage for _, one in sweeps if one.damage):
+        logging.warning("%s; the page leaves this sweep out", damage)
     for name, (workdir,) in named.items():
         root = files.path(workdir)
         if not untrusted.is_plain(root / run_log.METRICS, root) and name not in dict(sweeps):
