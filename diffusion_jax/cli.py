@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 from diffusion_jax import exits, files, reference, systems
 from diffusion_jax.config import own_modules, versions
 from diffusion_jax.devices import distributed, program_cache, tuning, xla_flags
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import untrusted, url_secrets
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
 _EXTRAS = {"starlette": "web", "uvicorn": "web"}
@@ -59,8 +59,9 @@ class _CompleteConfig(flags.ArgumentParser):
     def parse(self, argument: str) -> Any:
         config = _read(self._files, argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections reports an error later.
-            own_modules.trust_config(config.to_dict())
-            config = ConfigDict(systems.complete(config.to_dict())).lock()
+            values = url_secrets.hide(config.to_dict())
+            own_modules.trust_config(values)
+            config = ConfigDict(systems.complete(values)).lock()
         return config
 
 
@@ -147,7 +148,12 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line."""
+    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line.
+
+    Every command enters this context first, so it also hides secrets in the URLs of the flags.
+    """
+    for argv in (sys.argv, sys.orig_argv):
+        argv[:] = url_secrets.hide(argv)
     before, sys.unraisablehook = signal.getsignal(signal.SIGINT), _unraisable
     if before == signal.SIG_DFL:  # Since the package was imported.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -266,7 +272,7 @@ def _end(error: Exception, code: int = 1) -> NoReturn:
     text = str(error)
     if files.is_full(error):
         text, code = f"{text}: make room, and run the same command again", 1
-    print(f"error: {untrusted.printable(text)}", file=sys.stderr)
+    print(f"error: {untrusted.printable(url_secrets.without(text))}", file=sys.stderr)
     sys.exit(exits.BUSY if isinstance(error, exits.Busy) else code)
 
 
@@ -312,7 +318,7 @@ class _Printable(logging.PythonFormatter):
 
     def format(self, record: LogRecord) -> str:
         record.exc_info = record.exc_text = None
-        return untrusted.printable(super().format(record))
+        return untrusted.printable(url_secrets.without(super().format(record)))
 
 
 def _unraisable(hook_args: Any) -> None:

@@ -236,8 +236,11 @@ def command(
             return
         out = evaluate(subjects, scorer, plan, training)
         if jax.process_index() == 0:
-            page = write_page(subjects[0].workdir)
-            logging.info("wrote %s, and a page with all results to %s", out, page)
+            logging.info("wrote %s", out)
+            try:
+                logging.info("wrote a page with all results to %s", write_page(subjects[0].workdir))
+            except ValueError as error:  # A damaged file of another sweep, or of the training.
+                logging.warning("there is no page with all results: %s", error)
 
     cli.run(main)
 

@@ -13,7 +13,6 @@ import re
 import urllib.parse
 from collections.abc import Sequence
 
-from absl import logging
 from PIL import Image
 
 from diffusion_jax import files, runs
@@ -54,11 +53,10 @@ def page(
 
     Raises:
         FileNotFoundError: A workdir holds neither logged metrics nor sweeps.
+        ValueError: A file of metrics or of a sweep is damaged.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
-    for damage in (one.damage for _, one in sweeps if one.damage):
-        logging.warning("%s; the page leaves this sweep out", damage)
     for name, (workdir,) in named.items():
         root = files.path(workdir)
         if not untrusted.is_plain(root / run_log.METRICS, root) and name not in dict(sweeps):
@@ -69,11 +67,15 @@ def page(
     most = min(_SAMPLES, max(1, _SHEETS // len(named)))
 
     def data_with(show: results.Show) -> str:
+        drawn, trained = results.sweeps(sweeps, show), results.training(named, show, most)
+        damaged = [*drawn["damaged"], *(run["damage"] for run in trained["runs"])]
+        if message := next(filter(None, damaged), ""):
+            raise ValueError(message)
         content = {
             "title": " and ".join(named),
             "bands": [band._asdict() for band in bands],
-            "/api/sweeps": results.sweeps(sweeps, show),
-            "/api/training": results.training(named, show, most),
+            "/api/sweeps": drawn,
+            "/api/training": trained,
         }
         # Without "<", no text in the data can end the <script> element.
         text = json.dumps(untrusted.printable_json(content), allow_nan=False)

@@ -45,7 +45,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
-def test_one_damaged_sweep_is_named_and_hides_no_other(tmp_path, caplog, name, content, message):
+def test_one_damaged_sweep_is_named_and_hides_no_other(tmp_path, name, content, message):
     runs = [written_sweeps.write_run(tmp_path / run) for run in "ab"]
     (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "a" / name).write_bytes(content)
@@ -55,8 +55,9 @@ def test_one_damaged_sweep_is_named_and_hides_no_other(tmp_path, caplog, name, c
     assert [one["run"] for one in page["sweeps"]] == whole
     (line,) = page["damaged"]
     assert line.startswith(str(tmp_path / "a" / name)) and message in line and "\n" not in line
-    frozen.page(runs)
-    assert line in caplog.text
+    with pytest.raises(ValueError) as refused:
+        frozen.page(runs)
+    assert str(refused.value) == line
 
 
 @pytest.mark.parametrize(

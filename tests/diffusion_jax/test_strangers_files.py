@@ -54,7 +54,7 @@ OPENERS = {
     "load": imagen_jax.load,
     "config": runs.load,
     "pack": lambda folder: pack.pack(folder, "ema", None, folder.parent / "packed"),
-    "averages": lambda folder: averages.weights_alone(folder, folder.parent / "out").__enter__(),
+    "averages": lambda folder: averages.describe(folder),
     "continue": lambda folder: runs.claim(folder, config()),
 }
 

@@ -25,6 +25,7 @@ from diffusion_jax.data import decoding, engines
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.records import Records
+from diffusion_jax.files import url_secrets
 
 SOURCES = {
     "folder": "diffusion_jax.data.sources.folder:open_source",
@@ -59,9 +60,11 @@ def open_pictures(
         ValueError: the source is unknown or cannot read the data.
         OSError: the data are missing.
     """
-    pictures = _open_whole(data, shapes := TaskShapes(size, embeddings, moments))
+    data, shapes = url_secrets.hide(data), TaskShapes(size, embeddings, moments)
+    pictures = _open_whole(data, shapes)
     pictures.data = data
-    return engines.record_call(pictures, _open_again, _open_whole, data, shapes)
+    again = url_secrets.reveal(data)
+    return engines.record_call(pictures, _open_again, _open_whole, again, shapes)
 
 
 def open_records(data: Data) -> Records:
@@ -71,13 +74,14 @@ def open_records(data: Data) -> Records:
         ValueError: the source is unknown, cannot read the data, or has no image files.
         OSError: the data are missing.
     """
+    data = url_secrets.hide(data)
     source = _open(data, TaskShapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
             f"the data source {data.source!r} has no image files, but this command reads image "
             "files: choose another source"
         )
-    return engines.record_call(source, _open_again, open_records, data)
+    return engines.record_call(source, _open_again, open_records, url_secrets.reveal(data))
 
 
 def open_named(name: str) -> Records | None:
@@ -142,7 +146,7 @@ def own_prompts(source: str) -> list[str]:
 def _open_again(open_data: Callable[..., Any], data: Data, *shapes: TaskShapes) -> Any:
     """Open data in another process, after the command has opened them."""
     own_modules.trust_data(data._asdict())
-    return open_data(data, *shapes)
+    return open_data(url_secrets.hide(data), *shapes)
 
 
 def _open_whole(data: Data, shapes: TaskShapes) -> Pictures:
