@@ -228,7 +228,13 @@ def _open(path: pathlib.Path) -> Any:
 
     as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     try:
-        table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+        batches, unpacked = [], 0
+        reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+        for batch in reader:  # Its buffers may be compressed.
+            batches.append(batch)
+            unpacked += batch.nbytes
+            untrusted.check_unpacked(unpacked, path)
+        table = pyarrow.Table.from_batches(batches, reader.schema)
         table.validate()
         for chunk in (chunk for column in table.columns for chunk in column.chunks):
             kind = as_bytes.get(chunk.type)
