@@ -216,8 +216,9 @@ def _parquet(path: pathlib.Path) -> Iterator[Row]:
 
 def _size(column: Any) -> int:
     """Return the bytes of an Arrow array, in which equal texts count each time they occur."""
-    import pyarrow.compute as pc
+    import pyarrow.compute
 
+    pc: Any = pyarrow.compute  # Its functions are made at import.
     if hasattr(column, "dictionary"):
         lengths = pc.binary_length(column.dictionary).take(column.indices)
         return column.indices.nbytes + (pc.sum(lengths).as_py() or 0)

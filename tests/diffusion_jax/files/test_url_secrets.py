@@ -3,6 +3,7 @@
 import base64
 import functools
 import http.server
+import logging
 import threading
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_messages_and_logs_hide_secrets(capsys):
     with pytest.raises(SystemExit), cli.bad_input():
         raise ValueError(f"cannot read {SECRET}: check it")
     assert capsys.readouterr().err == f"error: cannot read {PLAIN}: check it\n"
-    record = cli.logging.logging.LogRecord("", 20, "", 0, "lost %s", (SECRET,), None)
+    record = logging.LogRecord("", 20, "", 0, "lost %s", (SECRET,), None)
     assert cli._Printable().format(record).endswith(f"lost {PLAIN}")
 
 
@@ -98,7 +99,7 @@ class Guarded(http.server.SimpleHTTPRequestHandler):
         self.send_error(403)
         return None
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 
