@@ -19,6 +19,7 @@ from diffusion_jax.data.sources.arrow import Arrow
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.precache import moment_tars
+from diffusion_jax.start import changes
 from diffusion_jax.weights import pretrained, safetensors_files, torch_weights
 from tests.imagen_jax import commands
 
@@ -158,3 +159,16 @@ def test_the_state_of_an_arrow_table_names_only_files_of_its_folder(stranger):
     (stranger / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../a.arrow"}]}))
     with pytest.raises(ValueError, match=r"state\.json names a file outside its folder, \.\./a\."):
         Arrow(stranger)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"""\nran = 1\n"""', '"\nran = 1\n"', "\\", "{ran}", "%(ran)s", "'''\nran = 1", '\\"""'],
+)
+def test_no_text_of_the_data_becomes_code_in_a_config_that_start_writes(text):
+    of_data = {"data.path": (text, ""), "prompts": ((text,), ""), "vae": ({"act": text}, "")}
+    names = {}
+    exec(changes.source("quickstart", of_data, text), names)
+    config = names["get_config"]()
+    assert (config.data.path, config.prompts, config.vae["act"]) == (text, (text,), text)
+    assert "ran" not in names
