@@ -23,6 +23,7 @@ that --continue_from added starts at the weights of that step, so its error is a
 import contextlib
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,7 +83,7 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
     shapes = restore.shapes(stored, restore.EMA + name)
     where = sharding.shardings(shapes, sharding.make_mesh(), [(r"", sharding.FSDP)])
     params, step = restore.load_params_and_step(root, sharding.placed(shapes, where), which, step)
-    with weights_alone(workdir, out) as folder:
+    with weights_alone(workdir, runs.load(workdir), out) as folder:
         checkpoints = Checkpointer(folder, keep_last=1)
         checkpoints.save_trees(step, {"params": params})
         checkpoints.close()
@@ -90,13 +91,15 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 
 @contextlib.contextmanager
-def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
-    """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
+def weights_alone(
+    workdir: files.Path, config: dict[str, Any], out: files.Path
+) -> Iterator[pathlib.Path]:
+    """Create a run at `out` with a config and the vocabulary of `workdir`, but no checkpoint yet.
 
-    In the new config, ema_decays and ema_widths are empty. This context manager yields the folder
+    In its config, ema_decays and ema_widths are empty. This context manager yields the folder
     for the checkpoints, and works as `new_run.writing` does.
     """
-    config, words = runs.load(workdir), vocabulary.read(workdir)
+    words = vocabulary.read(workdir)
     config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
     base = files.path(workdir) / finetune.BASE
     with new_run.writing(out, config) as folder:

@@ -7,6 +7,7 @@ import pathlib
 import re
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,13 +19,17 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import exits, files, reference, systems
-from diffusion_jax.config import versions
+from diffusion_jax.config import own_modules, versions
 from diffusion_jax.devices import distributed, program_cache, tuning, xla_flags
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import untrusted, url_secrets
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
 _EXTRAS = {"starlette": "web", "uvicorn": "web"}
 """The extra that installs a package, for packages that requirements.txt does not list."""
+_TRUST = flags.DEFINE_list(
+    "trust", [], "Modules of your own that the config of a workdir or of moments may name, such as "
+    "my_package.my_source.",
+)  # fmt: skip
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -54,7 +59,9 @@ class _CompleteConfig(flags.ArgumentParser):
     def parse(self, argument: str) -> Any:
         config = _read(self._files, argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections reports an error later.
-            config = ConfigDict(systems.complete(config.to_dict())).lock()
+            values = url_secrets.hide(config.to_dict())
+            own_modules.trust_config(values)
+            config = ConfigDict(systems.complete(values)).lock()
         return config
 
 
@@ -115,13 +122,18 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
             if "config" in flags.FLAGS and _HELP & set(argv):
                 flags.FLAGS["config"].help += _fields_in_help(argv)
             try:
-                return flags.FLAGS(argv)
+                rest = flags.FLAGS(argv)
             except SystemExit as ended:  # After --help, absl's code is 1.
                 sys.exit(0 if _HELP & set(argv) else ended.code)
             except flags.Error as error:
                 raise flags.Error(_in_words(str(error))) from error
             except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
                 raise ValueError(_unknown_field(argv, str(error))) from error
+        own_modules.trust(*_TRUST.value)
+        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
+        if isinstance(config, ConfigDict):
+            own_modules.trust_config(config.to_dict())
+        return rest
 
     def run_main(argv):
         try:
@@ -138,13 +150,24 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line."""
+    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line.
+
+    Every command enters this context first, so it also hides secrets in the URLs of the flags.
+    """
+    for argv in (sys.argv, sys.orig_argv):
+        argv[:] = url_secrets.hide(argv)
+    before, sys.unraisablehook = signal.getsignal(signal.SIGINT), _unraisable
+    if before == signal.SIG_DFL:  # Since the package was imported.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        before = signal.SIG_DFL
+        signal.signal(signal.SIGINT, before)
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(exits.INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _in_words(message: str) -> str:
@@ -194,7 +217,6 @@ def start(*, alone: bool = False) -> None:
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
     logging.get_absl_handler().setFormatter(_Printable())
-    sys.unraisablehook = _unraisable
     # Pillow warns about every damaged image. The data pipeline counts such images instead.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     # After a failed save, Python would warn about Orbax's unfinished coroutines.
@@ -256,7 +278,7 @@ def _end(error: Exception, code: int = 1) -> NoReturn:
     text = str(error)
     if files.is_full(error):
         text, code = f"{text}: make room, and run the same command again", 1
-    print(f"error: {untrusted.printable(text)}", file=sys.stderr)
+    print(f"error: {untrusted.printable(url_secrets.without(text))}", file=sys.stderr)
     sys.exit(exits.BUSY if isinstance(error, exits.Busy) else code)
 
 
@@ -305,10 +327,15 @@ class _Printable(Formatter):
         record.exc_info = record.exc_text = None
         level = f"{record.levelname.lower()}: " if record.levelno >= WARNING else ""
         line = f"{self.formatTime(record, '%m-%d %H:%M:%S')} {level}{record.getMessage()}"
-        return untrusted.printable(line)
+        return untrusted.printable(url_secrets.without(line))
 
 
 def _unraisable(hook_args: Any) -> None:
+    if hook_args.exc_type is KeyboardInterrupt:
+        # It was raised in a callback, such as JAX's at garbage collection: raise it again, later.
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        return
     # A failed save leaves tasks and event loops of Orbax behind, which cause these two messages.
     # The error of the save is raised elsewhere.
     text, owner = str(hook_args.exc_value), getattr(hook_args.object, "__qualname__", "")

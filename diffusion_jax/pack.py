@@ -40,6 +40,8 @@ def pack(
 ) -> pathlib.Path:
     """Create the workdir `out` with packed weights, and return the path of the packed file.
 
+    Its config does not tell where the training data are, because it is often published.
+
     Args:
         workdir: The workdir of the run.
         which: "raw", the name of an average such as "0.9999", or "ema" for the average
@@ -54,7 +56,9 @@ def pack(
             `captions` holds no captions.
         FileNotFoundError: There is no checkpoint.
     """
-    runs.load(workdir)
+    config = runs.load(workdir)
+    mixture = [[weight, source, "", text] for weight, source, _, text in config["data"]["mixture"]]
+    config["data"] |= {"path": "", "prior": "", "mixture": mixture}
     words = vocabulary.of(prompts.read(captions, every=True)) if captions else None
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
@@ -62,7 +66,7 @@ def pack(
     restore.check_exists(root, step)
     shapes = restore.shapes(root / str(step), items(step)[0])
     params = restore.load_params(root, shapes, which, step)
-    with averages.weights_alone(workdir, out) as folder:
+    with averages.weights_alone(workdir, config, out) as folder:
         if words:
             vocabulary.write(out, words)
         folder.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from diffusion_jax.config import named, settings, versions
 from diffusion_jax.config.settings import Data
 from diffusion_jax.devices import distributed
 from diffusion_jax.exits import Busy
-from diffusion_jax.files import folder_lock, settings_record, untrusted
+from diffusion_jax.files import folder_lock, settings_record, untrusted, url_secrets
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -52,7 +52,8 @@ def claim(
     """
     _check_folder(workdir)
     path = files.path(workdir) / CONFIG
-    config = json.loads(json.dumps({"version": versions.VERSION, **systems.complete(config)}))
+    config = url_secrets.hide(systems.complete(config))
+    config = json.loads(json.dumps({"version": versions.VERSION, **config}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
     # With stored embeddings, these weights only encode new texts.
     unread = ("text.weights",) if data.embedded or text.get("store") else ()
@@ -183,7 +184,8 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
         written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
             raise ValueError(f"it holds a {type(written).__name__}, not a config")
-        config = json.loads(json.dumps(systems.complete(versions.upgrade(written))))
+        old = url_secrets.hide(versions.upgrade(written))  # Earlier versions wrote secrets.
+        config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if config["system"] != (system or config["system"]):

@@ -1,11 +1,10 @@
 """Find a system (a package with models to train) by name, and convert its configs to settings."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from diffusion_jax.config import named, ranges, settings
+from diffusion_jax.config import named, own_modules, ranges, settings
 from diffusion_jax.config.settings import Run
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
@@ -42,11 +41,11 @@ def find(name: str) -> SystemEntry:
     """Return a system by its name PACKAGE or PACKAGE.PART, from the table PACKAGE.settings.SYSTEMS.
 
     Raises:
-        ValueError: If there is no such system.
+        ValueError: If there is no such system, or configs may not name it (see `own_modules`).
     """
     package = name.partition(".")[0]
     try:
-        module = importlib.import_module(f"{package}.settings")
+        module = own_modules.find("system", name, f"{package}.settings")
     except ModuleNotFoundError as error:
         if error.name not in (package, f"{package}.settings"):
             raise

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+import diffusion_jax  # noqa: F401  # Makes Ctrl-C end a command during its imports.
+
 
 def __getattr__(name: str) -> Any:  # Imports `load` on use, so that `import imagen_jax` is fast.
     if name != "load":

@@ -1,0 +1,1 @@
+import diffusion_jax  # noqa: F401  # Makes Ctrl-C end a command during its imports.

@@ -23,6 +23,7 @@ from diffusion_jax import cli, files
 from diffusion_jax.config import ranges, settings
 from diffusion_jax.config.settings import MeshShape, Optimizer
 from diffusion_jax.devices import sharding, tuning
+from diffusion_jax.files import url_secrets
 from launch import accelerators, fields
 from launch.accelerators import Target
 
@@ -191,7 +192,7 @@ def runs(job: Job) -> list[JobRun]:
 
 def command(run: JobRun, folder: str) -> list[str]:
     """Return the arguments that follow "python -m" for a run, ending with --workdir=`folder`."""
-    return [*run.argv, f"--workdir={folder}"]
+    return [*url_secrets.reveal(run.argv), f"--workdir={folder}"]
 
 
 def table(rows: Sequence[JobRun]) -> str:

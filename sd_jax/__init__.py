@@ -6,6 +6,8 @@
 import importlib
 from typing import Any
 
+import diffusion_jax  # noqa: F401  # Makes Ctrl-C end a command during its imports.
+
 
 def __getattr__(name: str) -> Any:  # Imports `load` at its first use, to keep `import sd_jax` fast.
     if name != "load":

@@ -10,9 +10,8 @@ no run uses them. For tars in an object store, the listing is kept in the bucket
 machine.
 
 The file holds the fields spans (uint32), firsts (int64) and facts (JSON) of Listing, and then the
-number of bytes of the facts (uint64). All numbers are little-endian. The facts include the CRC-32
-of all bytes before the facts. A damaged listing, which could pair images with wrong texts, is built
-again.
+number of bytes of the facts (uint64) and the CRC-32 of all bytes before it (uint32). All numbers
+are little-endian. A damaged listing, which could pair images with wrong texts, is built again.
 """
 
 import contextlib
@@ -40,10 +39,10 @@ from diffusion_jax.data.tars import Index
 from diffusion_jax.files import untrusted
 from diffusion_jax.logs import progress
 
-_VERSION = 3
+_VERSION = 4
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
-_LENGTH = struct.Struct("<Q")
+_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture", "no_caption",
           "no_picture", "duplicate_key", "broken_record")  # fmt: skip
 
@@ -155,16 +154,15 @@ def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing |
     columns = 2 + 2 * num_texts
     try:
         with path.open("rb") as file:
-            file.seek(-_LENGTH.size, os.SEEK_END)
+            file.seek(-_LENGTH.size - _CRC.size, os.SEEK_END)
             end = file.tell()
-            (length,) = _LENGTH.unpack(file.read())
+            (length,), (crc,) = _LENGTH.unpack(file.read(_LENGTH.size)), _CRC.unpack(file.read())
+            if zlib.crc32(np.memmap(path, np.uint8, "r")[: -_CRC.size].data) != crc:
+                return None
             file.seek(end - length)
             facts = json.loads(file.read(length))
         total, num_firsts = facts["records"], len(names) + 1
         if end != 4 * columns * total + 8 * num_firsts + length:
-            return None
-        numbers = np.memmap(path, np.uint8, "r", shape=(end - length,))
-        if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
         firsts = np.fromfile(path, "<i8", num_firsts, offset=4 * columns * total)
     except (OSError, ValueError, KeyError, TypeError):
@@ -219,10 +217,11 @@ def _build(
         numbers = np.cumsum([0, *lengths], dtype="<i8").tobytes()
         crc = zlib.crc32(numbers, crc)
         file.write(numbers)
-        facts = {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
+        facts = {"records": sum(lengths), "suffixes": sorted(suffixes)}
         facts |= {"inventory": inventory.saved(), "error": error}
         encoded = json.dumps(facts).encode()
-        file.write(encoded + _LENGTH.pack(len(encoded)))
+        encoded += _LENGTH.pack(len(encoded))
+        file.write(encoded + _CRC.pack(zlib.crc32(encoded, crc)))
     return inventory.damaged() > 0
 
 

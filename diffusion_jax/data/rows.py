@@ -188,19 +188,41 @@ def _object(value: Any) -> dict[str, Any]:
 def _parquet(path: pathlib.Path) -> Iterator[Row]:
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
-    number = 0
+    number, unpacked = 0, 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [*map(file.schema.column, range(len(file.schema)))]
+            # Arrow cannot do this for lists, so fewer of their rows are read together.
+            flat = [c.path for c in columns if c.path == c.name]
+            texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.path in flat]
+        # Equal texts are stored once, so that a small file cannot fill memory before it is noticed.
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
             # Structs are embedded images.
             names = [f.name for f in file.schema_arrow if not pyarrow.types.is_struct(f.type)]
             if twice := {name for name in names if names.count(name) > 1}:
                 raise ValueError(f"{path} has several columns {min(twice)!r}: keep one")
-            for batch in file.iter_batches(columns=names):
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            untrusted.check_unpacked(sum(group.total_byte_size for group in groups), path)
+            number_of_rows = 1024 if len(flat) == len(columns) else 64
+            for batch in file.iter_batches(number_of_rows, columns=names):
+                unpacked += sum(map(_size, batch.columns))
+                untrusted.check_unpacked(unpacked, path)
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
+
+
+def _size(column: Any) -> int:
+    """Return the bytes of an Arrow array, in which equal texts count each time they occur."""
+    import pyarrow.compute
+
+    pc: Any = pyarrow.compute  # Its functions are made at import.
+    if hasattr(column, "dictionary"):
+        lengths = pc.binary_length(column.dictionary).take(column.indices)
+        return column.indices.nbytes + (pc.sum(lengths).as_py() or 0)
+    return column.nbytes
 
 
 READERS = {

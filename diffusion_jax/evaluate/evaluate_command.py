@@ -235,8 +235,11 @@ def command(
             return
         out = evaluate(subjects, scorer, plan, training)
         if jax.process_index() == 0:
-            page = write_page(subjects[0].workdir)
-            logging.info("wrote %s, and a page with all results to %s", out, page)
+            logging.info("wrote %s", out)
+            try:
+                logging.info("wrote a page with all results to %s", write_page(subjects[0].workdir))
+            except ValueError as error:  # A damaged file of another sweep, or of the training.
+                logging.warning("there is no page with all results: %s", error)
 
     cli.run(main)
 
@@ -317,7 +320,7 @@ def _score_points(
             drawing, scoring = features.pop("seconds").sum(0)
             scores = scorer.score(features)
             share = round(float(scoring / (drawing + scoring)), 4)
-            rows.append(row | scorers.columns(scores) | {"features_share_of_time": share})
+            rows.append(row | scorers.columns(scores) | {sweep.SHARE: share})
             sweep.write_scored(
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )

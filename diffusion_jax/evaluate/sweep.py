@@ -27,6 +27,7 @@ from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
+SHARE = "features_share_of_time"
 REAL = "real.png"
 """File name of the contact sheet of real pictures for the sweep's prompts.
 
@@ -46,16 +47,20 @@ class SweepResult(NamedTuple):
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
     """Scores, keyed by their file's name without suffix: the point, the guidance and the judge."""
+    damage: str = ""
+    """The message about a damaged file, because of which there are no rows and scores."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
     """Read a finished or unfinished sweep from its folder.
 
-    Raises ValueError, which names the file and the line, if the table is not one of a sweep.
+    Raises ValueError, which names the file, if the table or a file of scores is damaged.
     """
     path = folder / TABLE
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = list(csv.DictReader(io.StringIO(untrusted.read_text(path), newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged ({error}): correct or remove this file") from error
     for number, row in enumerate(rows, 2):
         if problem := _problem(row):
             raise ValueError(f"{path}, line {number}: {problem}: correct or remove this file")
@@ -68,23 +73,36 @@ def _problem(row: Mapping[str | None, str | None]) -> str:
         return f"the table has no column {missing[0]}"
     if None in row or None in row.values():
         return "it has another number of cells than the first line"
+    is_number = lambda name: name in _NUMBERS or (name == SHARE and row[name])
     is_score = lambda name: re.sub("_(low|high)$", "", name) in table.shown()
     for name, cell in row.items():
         assert name is not None and cell is not None
         try:
-            number = float(cell) if name in _NUMBERS or (is_score(name) and cell) else 0.0
+            number = float(cell) if is_number(name) or (is_score(name) and cell) else 0.0
         except ValueError:
             return f"{name} is {cell!r}, not a number"
         if name in _NUMBERS and not math.isfinite(number):
             return f"{name} is {cell}"
+        if name == "checkpoint" and not re.fullmatch(r"\d{1,18}", cell):
+            return f"{name} is {cell}, not a step"
     return ""
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read all sweeps of a workdir, sorted by the names of their folders. Ignore symbolic links."""
+    """Read all sweeps of a workdir, sorted by the names of their folders. Ignore symbolic links.
+
+    A damaged sweep is returned without rows and with a message.
+    """
     root = files.path(workdir)
     tables = sorted((root / runs.EVALUATION).glob(f"*/{TABLE}"))
-    return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
+    return [_sound(path.parent) for path in tables if untrusted.is_plain(path, root)]
+
+
+def _sound(folder: pathlib.Path) -> SweepResult:
+    try:
+        return read(folder)
+    except (ValueError, OSError) as error:
+        return SweepResult(folder, [], {}, str(error))
 
 
 def sheet_of(one: SweepResult, row: ScoreRow) -> pathlib.Path | None:
@@ -185,7 +203,7 @@ def write_metrics(
 
 def _is_score(column: str, value: Any) -> bool:
     """Return whether a column holds a score, as opposed to an interval's end or another number."""
-    others = ("guidance", "features_share_of_time")
+    others = ("guidance", SHARE)
     return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
 

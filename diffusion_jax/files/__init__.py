@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 
 from diffusion_jax.files.remote import SCHEMES, Remote
+from diffusion_jax.files.url_secrets import hide
 
 Path = str | os.PathLike[str]
 _SCHEMES = (*SCHEMES, "http", "https")
@@ -28,7 +29,7 @@ def path(name: Path) -> pathlib.Path:
         return name
     scheme, separator, address = (text := os.fspath(name)).partition(":/")
     is_url = separator and "/" not in scheme and (address.startswith("/") or scheme in _SCHEMES)
-    return Remote(text) if is_url else pathlib.Path(name)
+    return Remote(hide(text)) if is_url else pathlib.Path(name)
 
 
 def store_path(name: Path) -> Remote | None:

@@ -32,6 +32,8 @@ _PLUGINS = (
 )  # Importing one adds its formats to Pillow.
 # EPS runs Ghostscript, and MPEG has no decoder.
 _UNUSED = ("EPS", "MPEG")
+_PIXELS = 2**25  # An image of any size in bytes may have this many pixels,
+_PER_BYTE = 64  # and a larger one this many for each byte of its file.
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # An archive may also unpack to this many times its own size.
 _TEXT = 2**26  # The largest number of bytes of text to read from a device.
@@ -74,7 +76,8 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
         formats: Pillow's names of the allowed formats; () allows image_formats().
 
     Raises:
-        ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
+        ValueError: The image has more than 179 million pixels (Pillow's limit), has far more than
+            its size in bytes suggests, or is malformed.
         OSError: The file is not an image of these formats, or a JPEG 2000 that Pillow misreads.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
@@ -82,6 +85,13 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
         image = Image.open(file, formats=tuple(formats) or image_formats())
     except (Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
+    if image.width * image.height > max(_PIXELS, _PER_BYTE * size):
+        image.close()
+        raise ValueError(
+            f"{size:,} bytes unpack to {image.width} x {image.height} pixels: an image of over "
+            f"{_PIXELS:,} pixels may have {_PER_BYTE} for each byte"
+        )
     if image.format == "PNG" and "transparency" in image.info:
         # Pillow scales the pixels to 8 bits, but not the transparent colour. Of 16-bit RGB pixels,
         # it keeps the high bytes: colours that share them with the transparent one, and so differ
@@ -163,6 +173,21 @@ def refuse_pipe(path: pathlib.Path) -> None:
     """Raise ValueError if a path is a FIFO. Reading a FIFO blocks until a process writes to it."""
     if path.is_fifo():
         raise ValueError(f"{path} is a pipe: save its content in a file, and name that file")
+
+
+def check_inside(name: str, path: pathlib.Path) -> None:
+    """Raise ValueError if the file `path` names a file `name` outside its own folder."""
+    parts = pathlib.PurePath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ValueError(f"{path} names a file outside its folder, {name}: download it again")
+
+
+def check_unpacked(unpacked: int, path: pathlib.Path) -> None:
+    """Raise ValueError if a file that unpacks to `unpacked` bytes is far smaller than that."""
+    if unpacked > (limit := _limit(path.stat().st_size)):
+        raise ValueError(
+            f"{path} unpacks to more than {limit:,} bytes, the limit for a file of its size"
+        )
 
 
 def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:

@@ -3,7 +3,6 @@
 Scores are comparable only if their cards agree in all fields in ALIKE.
 """
 
-import json
 import os
 import pathlib
 import platform
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import files
+from diffusion_jax.files import untrusted
 
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
@@ -98,8 +98,11 @@ def reference_name(path: str, n: int | None) -> str:
 def read_scored(path: str | os.PathLike[str]) -> Scored:
     """Read scores and their card from a JSON file. Raises ValueError if the file has no scores."""
     try:
-        content = json.loads(files.path(path).read_text())
-        return Scored(dict(content["scores"]), dict(content["card"]))
+        content = untrusted.parse_json(files.path(path).read_bytes())
+        scored = Scored(dict(content["scores"]), dict(content["card"]))
+        if not isinstance(scored.card["extractor"], str):
+            raise TypeError("the extractor is not a name")
+        return scored
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no scores with a card ({error!r}): name a JSON file of scores that "

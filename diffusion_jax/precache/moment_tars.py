@@ -23,6 +23,7 @@ from absl import logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import files
+from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, engines, fingerprints, records, sources, tars
 from diffusion_jax.data.aspect_buckets import Buckets
@@ -127,7 +128,8 @@ def check_originals(path: str | os.PathLike[str]) -> None:
     if not stored.get("data") or not folder.is_dir():
         return
     try:
-        source = sources.open_pictures(Data(**stored["data"]), stored["image_size"])
+        data = settings.read(Data, stored["data"], "data")
+        source = sources.open_pictures(data, stored["image_size"])
     except OSError:
         return
     except ValueError as error:

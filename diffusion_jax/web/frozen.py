@@ -53,6 +53,7 @@ def page(
 
     Raises:
         FileNotFoundError: A workdir holds neither logged metrics nor sweeps.
+        ValueError: A file of metrics or of a sweep is damaged.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
@@ -66,11 +67,15 @@ def page(
     most = min(_SAMPLES, max(1, _SHEETS // len(named)))
 
     def data_with(show: results.Show) -> str:
+        drawn, trained = results.sweeps(sweeps, show), results.training(named, show, most)
+        damaged = [*drawn["damaged"], *(run["damage"] for run in trained["runs"])]
+        if message := next(filter(None, damaged), ""):
+            raise ValueError(message)
         content = {
             "title": " and ".join(named),
             "bands": [band._asdict() for band in bands],
-            "/api/sweeps": results.sweeps(sweeps, show),
-            "/api/training": results.training(named, show, most),
+            "/api/sweeps": drawn,
+            "/api/training": trained,
         }
         # Without "<", no text in the data can end the <script> element.
         text = json.dumps(untrusted.printable_json(content), allow_nan=False)

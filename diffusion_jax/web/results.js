@@ -44,6 +44,7 @@ async function showSweeps() {
   const names = results.sweeps.map(named);
   options($("sweep"), names.length > 1 ? ["all", ...names] : names, $("sweep").value);
   $("choice-of-sweeps").hidden = !names.length;
+  $("damaged").replaceChildren(...results.damaged.map((line) => element("p", {class: "error"}, line)));
   if (names.length) showAxes();
   else $("sweep-plots").replaceChildren(element("p", {class: "empty"},
     "There are no sweeps yet. Run the command `evaluate` to make one."));
@@ -201,6 +202,7 @@ function showRuns(now) {
   $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
     now.runs.length > 1 ? chooser(run.name, now) : element("strong", {}, run.name),
     run.continues ? element("span", {class: "note"}, `continues ${run.continues}`) : "",
+    run.damage ? element("span", {class: "error"}, run.damage) : "",
     ...logged(run) ? [element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
     element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
     run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)

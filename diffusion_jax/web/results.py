@@ -55,18 +55,21 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
     drawn = []
     for name, stages in workdirs.items():
         cascade = _folders(stages) if len(stages) > 1 else None
-        drawn += [(name, one) for one in sweep.read_all(stages[0]) if _stages(one) == cascade]
+        every = sweep.read_all(stages[0])
+        drawn += [(name, one) for one in every if one.damage or _stages(one) == cascade]
     return drawn
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return the data of the page's view of sweeps: {"sweeps", "metrics", "unlike"}.
+    """Return the data of the page's view of sweeps: {"sweeps", "metrics", "unlike", "damaged"}.
 
     "sweeps" lists the sweeps with the scores, settings and pictures of their points. "metrics"
     describes the scores, keyed by column. "unlike" lists the settings that make scores
-    incomparable. Sweeps without points are left out. `show` returns the URL of a picture.
+    incomparable. "damaged" lists messages about damaged sweeps. Sweeps without points are left out.
+    `show` returns the URL of a picture.
     """
-    filled = [(name, one) for name, one in named_sweeps if one.rows]
+    every = list(named_sweeps)
+    filled = [(name, one) for name, one in every if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
                  "lower": metric.lower_is_better, "share": metric.is_share}
@@ -76,6 +79,7 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
         "sweeps": [_sweep(name, one, show) for name, one in filled],
         "metrics": metrics,
         "unlike": _unlike([one for _, one in filled]),
+        "damaged": [one.damage for _, one in every if one.damage],
     }
 
 
@@ -108,8 +112,8 @@ def _stages(one: SweepResult) -> list[str] | None:
     """Return the folder names of the stages of a sweep's cascade, or None for a single model."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
-        if len(models) > 1:
-            return _folders([model.get("workdir", "") for model in models])
+        if len(models) > 1 and all(isinstance(model, Mapping) for model in models):
+            return _folders([str(model.get("workdir", "")) for model in models])
     return None
 
 
@@ -134,7 +138,7 @@ def _unlike(every: Sequence[SweepResult]) -> list[str]:
 
 
 def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
-    share = max(float(row.get("features_share_of_time") or 0) for row in one.rows)
+    share = max(float(row.get(sweep.SHARE) or 0) for row in one.rows)
     real = one.folder / sweep.REAL
     return {
         "run": run,
@@ -193,10 +197,14 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
     root = files.path(workdir)
     path = root / run_log.METRICS
     is_there = untrusted.is_plain(path, root)
-    rows, curves = _metrics(path) if is_there else ([], {})
+    rows, curves, damage = [], {}, ""
+    try:
+        rows, curves = _metrics(path) if is_there else ([], {})
+    except ValueError as error:
+        damage = str(error)
     age = time.time() - path.stat().st_mtime if is_there else None
     last = rows[-1]["step"] if rows else 0
-    planned = _config(workdir).get("steps", 0)
+    planned = _count(workdir, "steps")
     samples = sorted(_samples(workdir).items())
     lineage = _of_manifest(root, run_log.read_lineage)
     chosen = samples[:: -(-len(samples) // most)] if most and samples else samples
@@ -207,7 +215,8 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
         "step": last,
         "steps": planned,
         "live": age is not None and age < _LIVE and last < planned,
-        "seconds": _seconds_left(rows, _config(workdir), planned - last),
+        "seconds": _seconds_left(rows, _count(workdir, "batch_size"), planned - last),
+        "damage": damage,
         "curves": {key: curve.points() for key, curve in curves.items()},
         "starts": _starts(root, rows),
         "continues": "{run}@{step}".format(**lineage) if lineage else "",
@@ -281,15 +290,19 @@ class _Curve:
         return bool(self._groups) and self._groups[-1][0] < self._every
 
 
-def _seconds_left(
-    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], steps: int
-) -> float:
+def _count(workdir: str, field: str) -> int:
+    """Return a whole number of a run's config, or 0 if it has none."""
+    value = _config(workdir).get(field)
+    return value if isinstance(value, int) else 0
+
+
+def _seconds_left(rows: Sequence[Mapping[str, Any]], batch_size: int, steps: int) -> float:
     """Use the last logged speeds to estimate how many seconds `steps` more training steps take.
 
     `rows` holds the logged metrics. Return 0 if no speed was logged.
     """
     speeds = [row["images_per_second"] for row in rows[-20:] if row.get("images_per_second")]
-    return steps * config.get("batch_size", 0) * len(speeds) / sum(speeds) if speeds else 0.0
+    return steps * batch_size * len(speeds) / sum(speeds) if speeds else 0.0
 
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:

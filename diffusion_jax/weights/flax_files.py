@@ -4,6 +4,7 @@ Both libraries saved a Flax model as nested dictionaries of arrays in one msgpac
 arrays have the names and layouts of the torch model, so all readers of torch weights read it.
 """
 
+import mmap
 import os
 import pathlib
 import re
@@ -22,6 +23,20 @@ _LIST = re.compile(
     r"to_out|net)[._](?=\d)"
 )
 """The lists of modules that diffusers numbers as resnets_0 in Flax and as resnets.0 in torch."""
+_OBJECTS = 200_000  # The most objects of a file. A model has one for each array, and a few more.
+_SIZES = {
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, 0)),
+    **{0xC4 + i: (2**i, 0) for i in range(3)},  # Bytes, with a length of 1, 2 or 4 bytes.
+    0xCA: (0, 4), 0xCB: (0, 8),
+    **{first + i: (0, 2**i) for first in (0xCC, 0xD0) for i in range(4)},  # Whole numbers.
+    **{0xD9 + i: (2**i, 0) for i in range(3)},  # Texts.
+    **dict.fromkeys((0xDC, 0xDE), (0, 2)), **dict.fromkeys((0xDD, 0xDF), (0, 4)),
+}  # fmt: skip
+"""Maps the first byte of an object to the bytes of its length, and its other bytes.
+
+The content of arrays and maps follows as objects, and so does that of an extension (an array of
+NumPy), whose own bytes are its length and its type."""
+_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4, **dict.fromkeys(range(0xD4, 0xD9), 0)}
 _EMBEDDINGS = ("token_embedding", "position_embedding", "shared", "relative_attention_bias")
 _OF_VAE = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """The layers of the VAE's attention: names in Flax, and in torch."""
@@ -36,6 +51,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises:
         ValueError: The file is damaged, or holds anything but nested dictionaries of arrays.
     """
+    _check_objects(pathlib.Path(path))
     try:
         content = pathlib.Path(path).read_bytes()
         # Flax itself would take the last of several equal keys.
@@ -100,3 +116,25 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, branch in tree.items():
         yield from _leaves(branch, f"{name}/{key}" if name else str(key))
+
+
+def _check_objects(path: pathlib.Path) -> None:
+    """Raise ValueError if a file of msgpack holds so many objects that they could fill memory."""
+    size, at, count = path.stat().st_size, 0, 0
+    if not size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        while at < size:
+            kind, at, count = content[at], at + 1, count + 1
+            if count > _OBJECTS:
+                raise ValueError(
+                    f"{path} holds more than {_OBJECTS:,} objects, so it is not a Flax model of "
+                    "diffusers or transformers"
+                )
+            if kind in _EXTENSIONS:
+                at += _EXTENSIONS[kind] + 1
+            elif 0xA0 <= kind < 0xC0:
+                at += kind & 31
+            elif kind in _SIZES:
+                length, others = _SIZES[kind]
+                at += length + others + int.from_bytes(content[at : at + length])

@@ -228,7 +228,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, int, bool, str, pathlib.Pa
 
 def _is_stale(path: pathlib.Path) -> bool:
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
-    return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
+    return shards is not None and not any((path.parent / str(n)).is_file() for n in shards.values())
 
 
 def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -241,7 +241,9 @@ def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     weight_map: Mapping[str, str] = read_json(index).get("weight_map", {})
-    shards = sorted(set(weight_map.values()))
+    shards = sorted(set(map(str, weight_map.values())))
+    for name in shards:
+        untrusted.check_inside(name, index)
     missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing or not weight_map:
         names = ", ".join(missing[:3]) or "a weight_map"

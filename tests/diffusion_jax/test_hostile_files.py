@@ -1,5 +1,6 @@
 """Malicious files: bounded memory, a one-line error, no code executed, nothing written."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -14,20 +15,29 @@ import tracemalloc
 import zipfile
 import zlib
 
+import msgpack
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from diffusion_jax import cli, runs
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import decoding, embeddings, records, tars
+from diffusion_jax.data import decoding, embeddings, records, rows, tars
 from diffusion_jax.data.prepare import merge
-from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.sources import arrow, open_pictures
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.web import frozen
-from diffusion_jax.weights import pretrained, safetensors_files, torch_files, torch_weights
+from diffusion_jax.weights import (
+    flax_files,
+    pretrained,
+    safetensors_files,
+    torch_files,
+    torch_weights,
+)
 from sd_jax.weights import ldm_config
 from tests.diffusion_jax.weights import torch_writer
 from tests.imagen_jax import commands
@@ -431,3 +441,94 @@ def test_one_array_of_an_archive_can_be_read_without_the_others():
         "second": [0, 1, 2, 3]
     }
     assert untrusted.read_archive(file, only="third") == {}
+
+
+def lists(texts):
+    return pyarrow.ListArray.from_arrays(pyarrow.array(range(len(texts) + 1), "int32"), texts)
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda texts: texts,
+        lambda texts: texts.cast(pyarrow.large_string()),
+        lambda texts: texts.cast(pyarrow.binary()),
+        lambda texts: texts.dictionary_encode(),
+        lists,
+    ],
+)
+def test_a_table_that_unpacks_to_far_more_than_its_size_is_an_error(
+    bounded, tmp_path, monkeypatch, kind, dictionary
+):
+    path, column = tmp_path / "a.parquet", kind(pyarrow.array(["x" * 10_000] * 2000))
+    parquet.write_table(
+        pyarrow.table({"text": column}), path, compression="zstd", use_dictionary=dictionary
+    )
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr(untrusted, "_SMALL", 2**23)
+    message = bounded(20, ValueError, lambda: [*rows.read(path)])
+    assert (
+        message == f"{path} unpacks to more than 8,388,608 bytes, the limit for a file of its size"
+    )
+    monkeypatch.setattr(untrusted, "_SMALL", 2**25)
+    assert len([*rows.read(path)]) == 2000
+
+
+def test_a_compressed_arrow_table_unpacks_up_to_a_limit(bounded, tmp_path, monkeypatch):
+    table = pyarrow.table({"text": ["x" * 10_000] * 2000, "image": [{"bytes": b"x"}] * 2000})
+    path, options = tmp_path / "a.arrow", pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_stream(path, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=100)
+    assert len(arrow.Arrow(tmp_path)) == 2000
+    monkeypatch.setattr(untrusted, "_SMALL", 2**23)
+    message = bounded(20, ValueError, arrow.Arrow, tmp_path)
+    assert f"{path} unpacks to more than 8,388,608 bytes" in message
+
+
+@pytest.mark.parametrize("format", ["WEBP", "PNG", "GIF"])
+def test_a_small_file_with_many_pixels_is_rejected_by_its_header(bounded, tmp_path, format):
+    file, path = io.BytesIO(), tmp_path / "a"
+    options = {"lossless": True} if format == "WEBP" else {}
+    Image.new("P" if format == "GIF" else "RGB", (8000, 8000)).save(file, format, **options)
+    path.write_bytes(file.getvalue())
+    error = bounded(2, decoding.Unusable, decoding.crop, file.getvalue(), (8, 8))
+    assert "unpack to 8000 x 8000 pixels: an image of over 33,554,432 pixels may have 64" in error
+    assert bounded(2, ValueError, untrusted.open_image, path) in error
+    with path.open("ab") as longer:  # An ordinary picture has more bytes for its pixels.
+        longer.write(bytes(1_000_000))
+    with untrusted.open_image(path) as image:
+        assert image.size == (8000, 8000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xdd\x00\x0f\x42\x40" + b"\x80" * 10**6,  # An array of empty maps.
+        b"\xc9\x00\x0f\x42\x45\x01\xdd\x00\x0f\x42\x40" + b"\x80" * 10**6,  # In NumPy's extension.
+        b"\xdf\x00\x0f\x42\x40" + b"\xa2ab\xcd\x10\x00" * 10**6,  # A map of texts to numbers.
+        b"\x91" * 10**6,
+    ],
+)
+def test_many_objects_in_a_flax_file_are_refused_before_they_are_read(bounded, tmp_path, content):
+    path = tmp_path / "a.msgpack"
+    path.write_bytes(content)
+    message = bounded(2, ValueError, flax_files.read, path)
+    assert message.startswith(f"{path} holds more than 200,000 objects, so it is not a Flax model")
+
+
+def test_all_kinds_of_objects_in_a_flax_file_are_counted_as_msgpack_reads_them(
+    tmp_path, monkeypatch
+):
+    numbers = [0, 127, 128, 255, 256, 65536, 2**32, -1, -33, -129, -(2**15) - 1, -(2**31) - 1, 0.5]
+    texts = ["a" * size for size in (0, 31, 32, 256, 65536)]
+    blobs = [bytes(size) for size in (0, 256, 65536)]
+    value = [*numbers, *texts, *blobs, None, True, [0] * 16, [0] * 65536, {"a": {}},
+             {str(i): 0 for i in range(16)}, {str(i): 0 for i in range(65536)}]  # fmt: skip
+    count = 1 + 13 + 5 + 3 + 2 + 17 + 65537 + 3 + 33 + 131073
+    (path := tmp_path / "a.msgpack").write_bytes(msgpack.packb(value))
+    flax_files._check_objects(path)
+    for limit, refused in ((count, False), (count - 1, True)):
+        monkeypatch.setattr(flax_files, "_OBJECTS", limit)
+        with pytest.raises(ValueError) if refused else contextlib.nullcontext():
+            flax_files._check_objects(path)

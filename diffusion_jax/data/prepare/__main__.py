@@ -17,7 +17,7 @@ from typing import NoReturn
 from absl import flags
 
 from diffusion_jax import cli, exits, files
-from diffusion_jax.config import picture_fields
+from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, guess, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
@@ -145,6 +145,7 @@ def _name_source(args: argparse.Namespace) -> None:
 
 
 def _open(args: argparse.Namespace) -> Records:
+    own_modules.trust(args.source)
     place = {"path": args.path, "text": args.text, "fields": tuple(args.fields)}
     data = Data(args.source, **place, uncaptioned="drop", max_broken=args.max_broken)
     return sources.open_records(data)

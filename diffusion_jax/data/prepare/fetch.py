@@ -22,7 +22,7 @@ from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.data import storage, tars
-from diffusion_jax.files import remote
+from diffusion_jax.files import remote, url_secrets
 from diffusion_jax.logs import progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
@@ -181,7 +181,7 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
         return
     # If-Range: the server sends the whole file if it is no longer the version `before`.
     headers = {"Range": f"bytes={done}-", "If-Range": before} if done else {}
-    request = urllib.request.Request(url, headers=headers)
+    request = urllib.request.Request(url_secrets.reveal(url), headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
     except HTTPError as error:

@@ -2,8 +2,8 @@
 
 A source is a module with a function open_source(data, shapes). The function returns either Records
 (encoded images, which this module decodes) or Pictures (decoded images). A config names a source by
-its name in SOURCES, or by its module: data.source="my_package.my_source". Such a module may also
-define
+its name in SOURCES, or by its module, such as data.source="my_package.my_source"
+(config.own_modules decides which modules are imported). Such a module may also define
 
     prompts() -> list[str]                                        prompts to evaluate models with
     open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   an evaluate.scorers.Scorer
@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from diffusion_jax.config import own_modules
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import decoding, engines
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.records import Records
+from diffusion_jax.files import url_secrets
 
 SOURCES = {
     "folder": "diffusion_jax.data.sources.folder:open_source",
@@ -58,9 +60,11 @@ def open_pictures(
         ValueError: the source is unknown or cannot read the data.
         OSError: the data are missing.
     """
-    pictures = _open_whole(data, shapes := TaskShapes(size, embeddings, moments))
+    data, shapes = url_secrets.hide(data), TaskShapes(size, embeddings, moments)
+    pictures = _open_whole(data, shapes)
     pictures.data = data
-    return engines.record_call(pictures, _open_whole, data, shapes)
+    again = url_secrets.reveal(data)
+    return engines.record_call(pictures, _open_again, _open_whole, again, shapes)
 
 
 def open_records(data: Data) -> Records:
@@ -70,13 +74,14 @@ def open_records(data: Data) -> Records:
         ValueError: the source is unknown, cannot read the data, or has no image files.
         OSError: the data are missing.
     """
+    data = url_secrets.hide(data)
     source = _open(data, TaskShapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
             f"the data source {data.source!r} has no image files, but this command reads image "
             "files: choose another source"
         )
-    return engines.record_call(source, open_records, data)
+    return engines.record_call(source, _open_again, open_records, url_secrets.reveal(data))
 
 
 def open_named(name: str) -> Records | None:
@@ -90,7 +95,7 @@ def open_named(name: str) -> Records | None:
 
 
 def named(name: str) -> Data:
-    """Convert "SOURCE:PATH::TEXT" to data settings: data.source, data.path and data.text.
+    """Convert a flag's "SOURCE:PATH::TEXT" to data settings: data.source, data.path and data.text.
 
     "::TEXT" is optional. Damaged and uncaptioned records are left out.
 
@@ -99,6 +104,7 @@ def named(name: str) -> Data:
             `open_source`.
     """
     source, _, location = name.partition(":")
+    own_modules.trust(source)
     if own_module(source) is None:
         one_of("data source", source, SOURCES)
     path, _, text = location.partition("::")
@@ -112,12 +118,13 @@ def own_module(source: str) -> ModuleType | None:
     A user's module has a dot in its name, such as "my_package.my_source".
 
     Raises:
-        ValueError: the module cannot be imported, or defines no `open_source`.
+        ValueError: the module cannot be imported, defines no `open_source`, or configs may not name
+            it (see `own_modules`).
     """
     if "." not in source:
         return None
     try:
-        module = importlib.import_module(source)
+        module = own_modules.find("data.source", source, source)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"data.source is {source!r}, which cannot be imported: {error}; check the name, and "
@@ -134,6 +141,12 @@ def own_module(source: str) -> ModuleType | None:
 def own_prompts(source: str) -> list[str]:
     """Return the evaluation prompts that a source's module defines, or [] if it defines none."""
     return getattr(own_module(source), "prompts", list)()
+
+
+def _open_again(open_data: Callable[..., Any], data: Data, *shapes: TaskShapes) -> Any:
+    """Open data in another process, after the command has opened them."""
+    own_modules.trust_data(data._asdict())
+    return open_data(url_secrets.hide(data), *shapes)
 
 
 def _open_whole(data: Data, shapes: TaskShapes) -> Pictures:

@@ -199,10 +199,13 @@ def _tables(folder: pathlib.Path) -> list[pathlib.Path]:
     if not state.is_file():
         return sorted(folder.glob("*.arrow"))
     try:
-        paths = [
-            folder / table["filename"]
+        names = [
+            str(table["filename"])
             for table in untrusted.parse_json(state.read_text())["_data_files"]
         ]
+        for name in names:
+            untrusted.check_inside(name, state)
+        paths = [folder / name for name in names]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state} is damaged: {error!r}; copy or write it again") from error
     if missing := [path for path in paths if not path.is_file()]:
@@ -225,7 +228,13 @@ def _open(path: pathlib.Path) -> Any:
 
     as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     try:
-        table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+        batches, unpacked = [], 0
+        reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+        for batch in reader:  # Its buffers may be compressed.
+            batches.append(batch)
+            unpacked += batch.nbytes
+            untrusted.check_unpacked(unpacked, path)
+        table = pyarrow.Table.from_batches(batches, reader.schema)
         table.validate()
         for chunk in (chunk for column in table.columns for chunk in column.chunks):
             kind = as_bytes.get(chunk.type)

@@ -6,6 +6,7 @@ a file consists of the length of the contents, a checksum of the length, the con
 checksum of the contents. TFDS decodes the contents.
 """
 
+import functools
 import mmap
 import os
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from diffusion_jax.config import picture_fields
+from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
@@ -171,6 +172,7 @@ def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
 
 
 def _builder(tfds: Any, name: str) -> Any:
+    _guard(tfds.features.FeatureConnector)
     if os.path.isdir(name):
         return tfds.builder_from_directory(name)
     from tensorflow_datasets.core import read_only_builder
@@ -179,6 +181,20 @@ def _builder(tfds: Any, name: str) -> Any:
         return read_only_builder.builder_from_files(name)
     except tfds.core.DatasetNotFoundError:
         return tfds.builder(name)
+
+
+@functools.cache
+def _guard(connector: Any) -> None:
+    """Make TFDS import a class of features only if configs may name its module, or it is TFDS's."""
+    find = connector.cls_from_name
+
+    def checked(name: str) -> Any:
+        module = name.rpartition(".")[0]
+        if not module.startswith("tensorflow_datasets."):
+            own_modules.find("a class in features.json", name, module)
+        return find(name)
+
+    connector.cls_from_name = checked
 
 
 def _inside(row: Any, path: str) -> Any:

@@ -123,6 +123,19 @@ def test_a_listing_with_a_flipped_bit_is_rebuilt(tmp_path, place):
     assert path.read_bytes() == whole
 
 
+def test_a_flipped_bit_anywhere_in_a_listing_is_noticed(tmp_path):
+    write_tars(tmp_path / "s")
+    opened = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
+    (path,) = (tmp_path / "s").glob("records-*.index")
+    whole, other = path.read_bytes(), tmp_path / "damaged"
+    assert listing._load(path, opened.tars, 1) is not None
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 16
+        other.write_bytes(damaged)
+        assert listing._load(other, opened.tars, 1) is None, place
+
+
 def test_a_listing_in_an_object_store_is_copied_instead_of_rebuilt(tmp_path, cache, monkeypatch):
     write_tars(tmp_path / "s")
     for tar in (tmp_path / "s").iterdir():

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from diffusion_jax.config import own_modules
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data.sources import SOURCES, open_pictures, own_prompts
 
@@ -55,6 +56,7 @@ def own_package(tmp_path, monkeypatch):
     (folder / "black.py").write_text(BLACK)
     (folder / "empty.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    own_modules.trust("own_package.black", "own_package.empty", "own_package.gone")
 
 
 def test_a_config_can_name_a_users_module_as_data_source(own_package):

@@ -1,0 +1,80 @@
+"""Ctrl-C ends a command while its libraries are imported, and where a library swallows it."""
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diffusion_jax import cli
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.planner.pallas",
+            "benchmarks.train_step")  # fmt: skip
+"""One command of each package: the package makes Ctrl-C end its commands."""
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+FIRST = ("absl", "jax", "numpy")
+"""Each of these commands imports one of these libraries at its start."""
+
+
+def python(folder, *arguments, ignored=False):
+    """Run Python in a folder, which comes first on its path. It gets Ctrl-C by default."""
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_word(tmp_path, command):
+    for name in FIRST:
+        (tmp_path / f"{name}.py").write_text(INTERRUPT)
+    ended = python(tmp_path, "-m", command)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+SHOW = "import signal, imagen_jax, launch; print(int(signal.getsignal(signal.SIGINT) in (0, 1)))"
+COMMAND = f"import sys; sys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'sd_jax.train']; {SHOW}"
+
+
+@pytest.mark.parametrize(
+    ("program", "changed"),
+    [(["-c", COMMAND], "1"), (["-c", SHOW], "0"), (["-m", "notebook"], "0")],
+)
+def test_importing_a_package_changes_ctrl_c_only_in_its_own_commands(tmp_path, program, changed):
+    (tmp_path / "notebook").mkdir()
+    (tmp_path / "notebook" / "__init__.py").write_text("import imagen_jax\n")
+    (tmp_path / "notebook" / "__main__.py").write_text(SHOW)
+    assert python(tmp_path, *program).stdout.strip() == changed
+
+
+def test_a_command_in_the_background_keeps_ignoring_ctrl_c(tmp_path):
+    (tmp_path / "jax.py").write_text(INTERRUPT + "print('went on')\nraise SystemExit\n")
+    assert python(tmp_path, "-m", "diffusion_jax.pack", ignored=True).stdout == "went on\n"
+
+
+def swallowed(phase, info):
+    """Receive Ctrl-C in a callback whose exceptions Python ignores."""
+    gc.callbacks.remove(swallowed)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(monkeypatch, capfd):
+    def main():
+        gc.callbacks.append(swallowed)
+        gc.collect()
+        time.sleep(100)
+
+    monkeypatch.setattr("sys.argv", ["command"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130
+    assert capfd.readouterr().err == "stopped by Ctrl-C\n"
