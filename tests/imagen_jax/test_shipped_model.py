@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import imagen_jax
-from diffusion_jax.examples.emoji.prepare import BACKGROUNDS
+from diffusion_jax.examples.emoji.rendering import BACKGROUNDS
 from tests.imagen_jax.commands import ROOT
 
 FOLDER = ROOT / "models" / "emoji32"
