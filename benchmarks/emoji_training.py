@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     end, out = time.monotonic() + 60 * _MINUTES.value, pathlib.Path(_OUT.value)
     tiny, config = _REHEARSE.value, "--config=configs/emoji64.py"
     if not tiny and not pathlib.Path(emoji64.get_config().data.path).exists():
-        sys.exit("data/emoji/train does not exist: prepare it as configs/emoji32.py describes")
+        sys.exit("data/emoji does not exist: prepare it as configs/emoji32.py describes")
     model = _TINY if tiny else ()
     steps = ["--steps=1", "--warmup=0"] if tiny else ["--steps=20"]
     measured = json.loads(_run("benchmarks.train_step", config, *model, *steps).splitlines()[-1])

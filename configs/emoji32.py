@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
 def with_emoji(c: ConfigDict) -> ConfigDict:
     """Change a config in place so that it trains on emoji and draws emoji prompts; return it."""
     # Captions in several phrasings, with and without the style and the background.
-    c.data.update(source="webdataset", path="data/emoji/train", text="json:phrasing")
+    c.data.update(source="diffusion_jax.examples.emoji", path="data/emoji", text="txt")
     c.prompts = (
         "a cat face, noto style, on a white background",
         "a smiling face with sunglasses, noto style, on a pink background",

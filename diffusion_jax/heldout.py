@@ -14,7 +14,8 @@ over all levels), and "loss/sigma_S" for each level S. It also holds "v_loss" an
 The v-loss is the mean of |D - x0|^2 (1 + sigma^2) / sigma^2, where D is the denoised image. It does
 not depend on what the network predicts, so it can compare runs that have different objectives, if
 all are measured with the same --levels, such as --levels=0.1,0.3,1,3,10. A run without held-out
-records can be measured on a share of its training data: --share=0.01.
+records can be measured on a share of its training data, --share=0.01, or on another data set,
+--data=SOURCE:PATH::TEXT.
 """
 
 import functools
@@ -32,7 +33,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, files, runs, systems
+from diffusion_jax.config import own_modules
 from diffusion_jax.config.settings import Heldout
+from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.devices import programs, sharding
 from diffusion_jax.task import Measure, Params, Task, Texts
@@ -176,6 +179,7 @@ def open_run(
     share: float | None = None,
     records: int | None = None,
     base: str | None = None,
+    data: str = "",
 ) -> OpenedRun:
     """Open a run; see `measure_run` for the arguments and errors."""
     config = runs.load(workdir)
@@ -185,6 +189,10 @@ def open_run(
     s = systems.read(config, config["system"])
     if not hasattr(s, "heldout"):
         raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
+    if data:
+        place, share = sources.named(data), share or 1.0
+        own_modules.trust(place.source)
+        s = s._replace(data=s.data._replace(source=place.source, path=place.path, text=place.text))
     finetune.check_wanted(base, s)
     s = s._replace(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
@@ -209,6 +217,7 @@ def measure_run(
     records: int | None = None,
     sigmas: Sequence[float] = (),
     base: str | None = None,
+    data: str = "",
 ) -> list[dict[str, Any]]:
     """Measure the held-out losses of a run. Return one dict for each entry of `weights`.
 
@@ -223,15 +232,16 @@ def measure_run(
         sigmas: The noise levels; (): the levels in config.heldout.
         base: The new path of the weights that a LoRA run adapts; None: the path in the
             run's config.
+        data: A data set to measure on, "SOURCE:PATH::TEXT"; "": the data of the run's config.
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """
-    if not (share or runs.load(workdir)["data"].get("heldout")):
+    if not (share or data or runs.load(workdir)["data"].get("heldout")):
         raise ValueError(
             f"{workdir} has no held-out records: give the share of its data to measure on, such as "
-            "--share=0.01"
+            "--share=0.01, or --data=SOURCE:PATH::TEXT"
         )
-    opened = open_run(workdir, step, share, records, base)
+    opened = open_run(workdir, step, share, records, base, data)
     held = open_records(opened.s.heldout, opened.inputs.batches, opened.inputs.task.measure)
     assert held is not None
     if sigmas:
@@ -258,6 +268,9 @@ if __name__ == "__main__":
     _SHARE = flags.DEFINE_float(
         "share", None, "Share of the data to measure; default: config.data.heldout.", 1e-9, 1.0
     )
+    _DATA = flags.DEFINE_string(
+        "data", "", "Another data set to measure on, SOURCE:PATH::TEXT; default: the run's."
+    )
     _RECORDS = flags.DEFINE_integer(
         "records", None, "The largest number of records to measure.", lower_bound=1
     )
@@ -282,7 +295,7 @@ if __name__ == "__main__":
         with cli.bad_input():
             lines = measure_run(
                 files.path(_WORKDIR.value), _CHECKPOINT.value, _EMA.value, _SHARE.value,
-                _RECORDS.value, [_level(text) for text in _LEVELS.value], _BASE.value,
+                _RECORDS.value, [_level(text) for text in _LEVELS.value], _BASE.value, _DATA.value,
             )  # fmt: skip
         if jax.process_index() == 0:
             print(*map(json.dumps, lines), sep="\n")

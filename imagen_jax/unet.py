@@ -54,6 +54,9 @@ class UNet(Conditioned):
     """Share of the activations in residual blocks that are set to 0 in training."""
     low_res: bool = False
     """Whether the network also sees a small image to enlarge. Super-resolution models set it."""
+    residual: bool = False
+    """Whether the enlarged small image is added to the output, so that the network learns only the
+    difference (use it with diffusion.predicts=x0)."""
 
     @nn.compact
     def __call__(
@@ -84,6 +87,7 @@ class UNet(Conditioned):
         x = x.astype(self.dtype)  # [B, H, W, 3]
         if self.low_res:
             x = with_low_res(x, low_res)  # [B, H, W, 6]
+        enlarged = x[..., 3:].astype(jnp.float32)  # [B, H, W, 3 or 0]
         x = ops.space_to_depth(x, self.patch)  # [B, H/patch, W/patch, 3 or 6 patch^2]
         widths = [self.embed_dim * m for m in self.channel_mult]
         blocks = blocks_per_level(self.num_res_blocks, len(widths))
@@ -111,7 +115,8 @@ class UNet(Conditioned):
         h = GroupNorm(silu=True, name="out_norm")(h)  # [B, H/patch, W/patch, C]
         channels = 3 * self.patch**2
         h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
-        return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
+        f = ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
+        return f + enlarged if self.residual else f
 
     def _layers(self, dropout_keys):
         """Return two functions that build residual blocks and attention blocks.
@@ -167,6 +172,11 @@ def check_layers(unet: UNet) -> None:
     """Raise ValueError if the network's layers cannot be built from its fields."""
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
+    if unet.residual and not unet.low_res:
+        raise ValueError(
+            "unet.residual is True, but unet.low_res is False, so there is no small image to add: "
+            "set residual=False for a base model, or low_res=True for super-resolution"
+        )
     blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     for mult, width in zip(unet.channel_mult, widths, strict=True):

@@ -187,6 +187,7 @@ heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0
 heldout --levels=nan | --levels=nan: give noise levels above 0
 heldout --share=2 | share
+heldout --data=x:y | data source is 'x'
 heldout | D/imagen has no held-out records: give the share
 heldout --share=0.01 --checkpoint=7 | no checkpoint of step 7
 report D/scored --out=D/none/page.html | D/none/page.html

@@ -142,6 +142,13 @@ class Pictures(abc.ABC):
         """
         return indices.astype(np.uint64)
 
+    def groups(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Return an integer for each picture, equal for pictures that are held out together.
+
+        The base class returns the keys: each picture is held out alone.
+        """
+        return self.keys(indices)
+
     def loss_weights(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         """Return the loss weight of each picture, or None if all weights are equal."""
         del indices

@@ -17,9 +17,10 @@ _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 
 
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
-    """Split pictures into (training, held out) by a hash of their keys.
+    """Split pictures into (training, held out) by a hash of their groups, by default their keys.
 
-    `share`, a number in [0, 1), is the approximate share of held-out pictures. The choice is the
+    `share`, a number in [0, 1], is the approximate share of held-out pictures. With 1, both results
+    are all pictures, to measure a model without training. The choice is the
     same in every run and process. If the keys are derived from names, the choice for a record does
     not change when other records are added or removed. A held-out record never replaces an unusable
     record in training. In a mixture, each source is split, but all pictures of data.prior are used
@@ -35,8 +36,10 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
         pairs = [split(part, share) for part in pictures.parts]
         training, heldout = ([pair[i] for pair in pairs] for i in (0, 1))
         return Mixture(training, pictures.weights), Mixture(heldout, pictures.weights)
+    if share == 1:
+        return pictures, pictures
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
-    heldout = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
+    heldout = np.concatenate([c[hashed(pictures.groups(c)) < share] for c in chunks])
     pictures.exclude_substitutes(heldout)
     return Subset(pictures, heldout, others=True), Subset(pictures, heldout)
 

@@ -34,7 +34,7 @@ converts the public weights of the FID Inception to safetensors, without torch.
     python -m diffusion_jax.metrics train_judge --data=SOURCE:PATH::TEXT --out=FOLDER
 
 trains a judge for `evaluate --judge=FOLDER` on a captioned data set, such as
-webdataset:data/emoji/train, and prints its scores on real and on damaged pictures.
+webdataset:data/photos, and prints its scores on real and on damaged pictures.
 """
 
 import functools

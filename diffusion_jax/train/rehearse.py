@@ -18,13 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import files, heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run, read
 from diffusion_jax.data.pipeline import LOSS_MASK
-from diffusion_jax.devices import hardware, programs, sharding
+from diffusion_jax.devices import flops, hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.files import folder_lock, manifest, sheets
 from diffusion_jax.logs import progress, run_log
@@ -107,7 +108,7 @@ def rehearse(
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, limit, ignore_memory)),
-        ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
+        ("arithmetic", _arithmetic(traced.flops * run.batch_size, tx, state)),
         ("drawing", drawn),
         *at_once,
         ("learning", _learning(run, settings, len(inputs.batches.pictures), begun)),
@@ -115,6 +116,14 @@ def rehearse(
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
+
+
+def _arithmetic(work: float, tx: optax.GradientTransformation, state: TrainState) -> str:
+    """Say how much a step computes: `work` FLOPs in its passes, and those of the optimizer."""
+    traced = jax.make_jaxpr(tx.update)(state.params, state.opt_state, state.params)
+    update = flops.count(traced.jaxpr)
+    more = f", of which the optimizer takes {update / 1e12:.3g}" if update else ""
+    return f"{(work + update) / 1e12:.3g} TFLOP a step{more}"
 
 
 def _sample(pictures: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jaxtyping import Float
 
 from diffusion_jax.config.settings import Run
 from diffusion_jax.data.pipeline import Batches
@@ -47,7 +48,7 @@ class StepReport:
         self._run, self._writer, self._batches = run, writer, batches
         self._num_devices, self._flops = num_devices, 0.0
         self._metrics: list[Metrics] = []
-        self._since, self._waited = time.time(), 0.0
+        self._since, self._waited = _clocks(), 0.0
 
     def add(self, metrics: Metrics, flops: float) -> None:
         """Add a step's metrics, and the number of its floating-point operations.
@@ -62,7 +63,7 @@ class StepReport:
     def report(self, step: int) -> None:
         """Write the mean metrics since the last report, and log a progress line."""
         metrics = jax.device_get(self._metrics)
-        seconds = (time.time() - self._since) / len(metrics)
+        seconds, cpu_seconds = ((_clocks() - self._since) / len(metrics)).tolist()
         scalars = mean_metrics(metrics)
         device = jax.local_devices()[0]
         line = {
@@ -79,10 +80,11 @@ class StepReport:
         speed = {
             "images_per_second": line["images_per_second"],
             "data/waiting": self._waited / (seconds * len(metrics)),
+            "cpu_seconds_per_step": cpu_seconds,
         }
         self._writer.write_scalars(step, scalars | speed | unusable)
         self._metrics, self._flops = [], 0.0
-        self._since, self._waited = time.time(), 0.0
+        self._since, self._waited = _clocks(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -99,8 +101,13 @@ class StepReport:
         The time inside this context counts as `kind`, one of goodput.BESIDE.
         """
         jax.block_until_ready(self._metrics)
-        start = time.time()
+        start = _clocks()
         yield
-        spent = time.time() - start
-        self.seconds[kind] += spent
+        spent = _clocks() - start
+        self.seconds[kind] += float(spent[0])
         self._since += spent
+
+
+def _clocks() -> Float[np.ndarray, "2"]:
+    """Return the time, and the CPU time of all threads of this process, in seconds."""
+    return np.array([time.time(), time.process_time()])

@@ -130,6 +130,15 @@ def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
     )
     (line,) = map(json.loads, ended.out.splitlines())
     assert {"loss/sigma_0.5", "loss/sigma_2"} < line.keys() and len(line) == 2 + 2 * 3
+    some = work, "--ema=raw", "--levels=1", "--records=8"
+    whole, same, other = (
+        commands.run("diffusion_jax.heldout", *some, data, devices=1).out
+        for data in (
+            "--share=1", "--data=diffusion_jax.examples.digits:",
+            f"--data=folder:{digits.write_examples(tmp_path / 'others', 8, size=8)}",
+        )
+    )  # fmt: skip
+    assert json.loads(whole) == json.loads(same) != json.loads(other)
     ended = commands.run("diffusion_jax.heldout", f"--workdir={tmp_path}", devices=1)
     assert (ended.code, ended.out) == (2, "") and "holds no config.json" in ended.err
     assert quickstart.get_config().optimizer.ema_decays == (0.999,)

@@ -40,9 +40,10 @@ SMALL = {
     "emoji32": 8_346_893,
     "emoji32_meanflow": 8_346_893,
     "emoji64": 11_840_141,
+    "emoji64_sr": 3_203_889,
     "emoji64_transformer": 9_132_224,
 }
-SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}
+SAME = dict.fromkeys(("base64_500m_ddpm", "base64_500m_muon", "base64_500m_online"), "base64_500m")
 OTHERS = ("__init__", "sd", "mine")  # These are not configs of Imagen, or were written by start.
 CONFIGS = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS)

@@ -9,7 +9,7 @@ import pytest
 import imagen_jax
 from diffusion_jax import runs
 from diffusion_jax.config import versions
-from diffusion_jax.examples.emoji.prepare import BACKGROUNDS
+from diffusion_jax.examples.emoji.rendering import BACKGROUNDS
 from tests.imagen_jax.commands import ROOT
 
 FOLDER = ROOT / "models" / "emoji32"

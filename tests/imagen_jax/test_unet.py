@@ -11,7 +11,7 @@ import pytest
 from imagen_jax import unet as unet_module
 from imagen_jax.attention import FusedAttention
 from imagen_jax.conditioning import example_inputs
-from imagen_jax.layers import ResBlock
+from imagen_jax.layers import ResBlock, bicubic_upsample
 from imagen_jax.unet import UNet, check
 from tests.imagen_jax import numpy_unet
 
@@ -292,6 +292,18 @@ def test_with_patches_the_input_and_output_keep_their_size():
     np.testing.assert_array_equal(y, np.tile(np.arange(12.0).reshape(2, 2, 3), (2, 4, 4, 1)))
 
 
+def test_a_residual_network_adds_its_output_to_the_enlarged_image():
+    small = jax.random.normal(jax.random.key(1), (2, 4, 4, 3))
+    arguments = inputs() | {"x": jnp.ones((2, 8, 8, 3)), "low_res": small}
+    plain, residual = (UNet(**SMALL, low_res=True, residual=r) for r in (False, True))
+    zero = fresh(plain)["params"]  # The last convolution is initially zero.
+    enlarged = bicubic_upsample(small, 8, 8)
+    np.testing.assert_array_equal(residual.apply({"params": zero}, **arguments), enlarged)
+    params = jax.tree.map(lambda x: x + 0.1, zero)
+    expected = plain.apply({"params": params}, **arguments) + enlarged
+    np.testing.assert_array_equal(residual.apply({"params": params}, **arguments), expected)
+
+
 def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
     unet, arguments = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
     init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **arguments)
@@ -334,6 +346,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(learned_time_dim=5), "unet.learned_time_dim is 5: it must be even, or 0 for fix"),
         (dict(init_kernel=4), "unet.init_kernel is 4: it must be odd"),
         (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
+        (dict(residual=True), "unet.residual is True, but unet.low_res is False"),
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
         (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "the heads have width 4"),
     ],

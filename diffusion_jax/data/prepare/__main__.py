@@ -129,8 +129,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _emoji(args: argparse.Namespace) -> int:
     out, styles = files.folder(args.out, "--out"), args.style or ["openmoji"]
-    counts = emoji.prepare(out, styles, size=args.size, variants=args.variants)
-    print(json.dumps(counts))
+    print(json.dumps(emoji.prepare(out, styles)))
     return 0
 
 
@@ -239,13 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     arg("--threads", type=_count, default=4)
     engines.add_arguments(arg)
 
-    arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
-    arg("--out", required=True, help="folder for train/, never_shown/ and prompt files")
+    arg = add("emoji", _emoji, "Write sheets of emoji, from which training draws its pictures.")
+    arg("--out", required=True, help="folder for the sheets and the files of prompts")
     arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
         "fluent:FILE; may be repeated (models/emoji32/README.md)")  # fmt: skip
-    arg("--size", type=_count, default=64, help="side of the pictures in pixels")
-    arg("--variants", type=_count, default=4, help="pictures per emoji, style and background, at "
-        "random offsets; half as many with a skin tone")  # fmt: skip
     return parser
 
 

@@ -77,6 +77,11 @@ def test_a_held_out_share_of_0_returns_the_same_pictures():
     assert training is pictures and len(apart) == 0
 
 
+def test_with_a_held_out_share_of_1_all_pictures_are_measured():
+    pictures = Numbered(10)
+    assert split.split(pictures, 1.0) == (pictures, pictures)
+
+
 def test_usable_skips_unusable_held_out_records():
     _, apart = split.split(Numbered(1000), 0.2)
     rows = np.arange(len(apart))

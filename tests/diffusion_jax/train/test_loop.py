@@ -253,7 +253,7 @@ def test_losses_by_noise_level_average_to_the_loss(tmp_path, monkeypatch):
     np.testing.assert_allclose(means, losses, rtol=1e-5)
 
 
-def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
+def test_the_speed_excludes_drawing_and_saving(tmp_path, monkeypatch):
     now = [0.0]
 
     def slowly(seconds, function):
@@ -263,13 +263,19 @@ def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(step_report, "time", types.SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(
+        step_report,
+        "time",
+        types.SimpleNamespace(time=lambda: now[0], process_time=lambda: 2 * now[0]),
+    )
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
     monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
     train(tmp_path, steps=6, log_every=2, save_every=3, sample_every=3)
     # One second per batch of 8. The first batch was loaded before the clock started.
     assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
+    # Two CPU cores are busy.
+    assert [line["cpu_seconds_per_step"] for line in read(tmp_path)] == [1, 2, 2]
 
 
 def test_the_manifest_has_the_seconds_that_were_not_training(tmp_path, monkeypatch):
@@ -282,7 +288,7 @@ def test_the_manifest_has_the_seconds_that_were_not_training(tmp_path, monkeypat
 
         return call
 
-    clock = types.SimpleNamespace(time=lambda: now[0])
+    clock = types.SimpleNamespace(time=lambda: now[0], process_time=lambda: 2 * now[0])
     monkeypatch.setattr(step_report, "time", clock)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))

@@ -73,6 +73,22 @@ def test_a_rehearsal_reports_the_run_without_compiling_it(tmp_path, compiled):
     assert not (tmp_path / "new").exists()
 
 
+def test_the_report_states_the_optimizers_share_of_the_arithmetic(tmp_path):
+    lines = report_of(tmp_path, settings=OPTIMIZER._replace(name="muon"))
+    passes = float(report_of(tmp_path)["arithmetic"].removesuffix(" TFLOP a step"))
+    shapes = [x.shape for x in jax.tree.leaves(toy.init(jax.random.key(0))) if x.ndim > 1]
+    # Five iterations for X [m, n] with m > n: A = X'X, A A, and X times a polynomial of A.
+    sides = [sorted((np.prod(shape[:-1]), shape[-1])) for shape in shapes]
+    update = sum(5 * 2 * (2 * n * n * m + n**3) for n, m in sides) / 1e12
+    shown = re.fullmatch(
+        r"(.*) TFLOP a step, of which the optimizer takes (.*)", lines["arithmetic"]
+    )
+    assert shown
+    np.testing.assert_allclose(
+        [float(x) for x in shown.groups()], [passes + update, update], rtol=5e-3
+    )
+
+
 def test_a_rehearsal_reads_some_pictures_and_counts_unusable_ones():
     class Damaged:
         def __init__(self):
