@@ -211,7 +211,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _texts(table: Iterable[rows.Row]) -> list[str]:
-    return _text_cells(row for _, row in table if metadata.name_column(row))
+    return _text_cells(row for _, row in table if rows.name_column(row))
 
 
 def _text_cells(objects: Iterable[Mapping[str, Any]]) -> list[str]:

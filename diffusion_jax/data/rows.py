@@ -8,7 +8,7 @@ from such tables. Only CR and LF end a line.
 import csv
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusion_jax.files import untrusted
@@ -26,6 +26,10 @@ class Alone(dict[str, Any]):
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
 _LIKELY = (CAPTION, "text", "prompt", "description", "title")
+FILES = ("file_name", "filename", "image", "path")
+"""The columns that may hold the path of an image, the likeliest first."""
+KEY = "key"
+"""The column of an image's name without suffix in img2dataset's tables."""
 _SHOWN = 60  # The largest number of characters of a value in a message.
 
 
@@ -49,6 +53,11 @@ def likely(columns: Collection[str]) -> list[str]:
     """Return the columns with common names for captions, the likeliest first."""
     names = lambda name: (name, f"{name}s")
     return [column for name in _LIKELY for column in columns if column.lower() in names(name)]
+
+
+def name_column(row: Collection[str]) -> str:
+    """Return the column of a row that names an image, or "" if there is none."""
+    return next((name for name in (*FILES, KEY) if name in row), "")
 
 
 def shown(value: Any) -> str:
@@ -149,8 +158,7 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
     content, images, noun = _parsed(_decoded(path), str(path)), {}, "item"
     if isinstance(content, dict) and isinstance(content.get("annotations"), list):
         listed = content.get("images")
-        for image in map(_object, listed if isinstance(listed, list) else []):
-            images[str(image.get("id"))] = image.get("file_name")
+        images = _coco_images(path, listed) if isinstance(listed, list) else {}
         content, noun = content["annotations"], "annotation"
         if all(type(a.get("id")) is int for a in map(_object, content)):
             content = sorted(content, key=lambda a: a["id"])
@@ -163,10 +171,37 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
         )
     for number, item in enumerate(content, 1):
         row = _object(item)
-        image = str(row.get("image_id"))
-        name = {"file_name": images[image]} if image in images else {}
         label = f" (id {row['id']})" if "id" in row else ""
-        yield f"{path}, {noun} {number}{label}", {**row, **name}
+        if (image := str(row.get("image_id"))) in images:
+            row = {**row, "file_name": images[image]}
+        elif images and not name_column(row):
+            raise ValueError(
+                f"{path}, {noun} {number}{label}: its image_id {shown(row.get('image_id'))} is the "
+                "id of no image: add the image, or remove the annotation"
+            )
+        yield f"{path}, {noun} {number}{label}", row
+
+
+def _coco_images(path: pathlib.Path, listed: Sequence[Any]) -> dict[str, Any]:
+    """Return the file name of each image in COCO's annotations, keyed by its id.
+
+    Raises ValueError if an id is missing, or if two images have the same one.
+    """
+    images = dict[str, Any]()
+    for image in map(_object, listed):
+        number, name = image.get("id"), image.get("file_name")
+        if number is None:
+            raise ValueError(
+                f"{path}: the image {shown(name)} has no id, so no annotation can name it: add its "
+                "id, or remove it"
+            )
+        if images.setdefault(str(number), name) != name:
+            raise ValueError(
+                f"{path}: the images {shown(images[str(number)])} and {shown(name)} both have the "
+                f"id {number}, so their captions cannot be told apart: number the images of joined "
+                "files anew"
+            )
+    return images
 
 
 def _is_by_image(content: Mapping[str, Any]) -> bool:

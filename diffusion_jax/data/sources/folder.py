@@ -1,5 +1,6 @@
 """Read folders of image files, whose texts are in files beside the images or in tables."""
 
+import collections
 import os
 import pathlib
 from collections.abc import Collection, Sequence
@@ -235,15 +236,28 @@ def _head(path: pathlib.Path) -> bytes:
 def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:
     """Return the file with this suffix beside each image, keyed by image.
 
-    For NAME.jpg, this is NAME.txt or NAME.jpg.txt. A suffix in other case, as in NAME.TXT, is
-    accepted.
+    For NAME.jpg, this is NAME.txt or NAME.jpg.txt; for NAME.jpg.webp beside NAME.jpg, it is
+    NAME.jpg.webp.txt only. A suffix in other case, as in NAME.TXT, is accepted. Images without such
+    a file get the one whose name differs only in case or Unicode form, if there is just one.
     """
     lower = {name[: -len(suffix)] + suffix: name for name in names
              if name.lower().endswith(f".{suffix}")}  # fmt: skip
-    found = {}
+    if not lower:
+        return {}
+    whole = set(map(metadata.folded, images))
+    found, rest = dict[str, str](), list[tuple[str, list[str]]]()
     for image in images:
-        for name in (f"{os.path.splitext(image)[0]}.{suffix}", f"{image}.{suffix}"):
-            if name in names or name in lower:
-                found[image] = name if name in names else lower[name]
-                break
-    return found
+        stem = os.path.splitext(image)[0]
+        stems = [image] if metadata.folded(stem) in whole else [stem, image]
+        texts = [f"{stem}.{suffix}" for stem in stems]
+        if name := next((text for text in texts if text in names or text in lower), ""):
+            found[image] = name if name in names else lower[name]
+        else:
+            rest.append((image, texts))
+    free = metadata.unique(metadata.folded, set(lower.values()) - set(found.values()))
+    claims = collections.defaultdict[str, list[str]](list)
+    for image, texts in rest:
+        forms = [form for text in texts if (form := metadata.folded(text)) in free]
+        if forms:
+            claims[free[forms[0]]].append(image)
+    return found | {claiming[0]: text for text, claiming in claims.items() if not claiming[1:]}
