@@ -418,6 +418,29 @@ def test_files_of_separate_records_with_equal_keys_are_not_combined(tmp_path):
     assert records.left_out() == {"duplicate_key": 3}  # The caption of a.jpg is ambiguous.
 
 
+@pytest.mark.parametrize(
+    ("names", "records", "left_out"),
+    [
+        ("1.jpg 1.txt 1.txt 2.jpg 2.txt", "02 34", {"second_caption": 1}),
+        ("1.jpg 1.txt 2.jpg 2.txt 1.txt 1.txt", "05 23", {"second_caption": 2}),  # tar -r
+        ("1.jpg 2.jpg 1.txt 2.txt 1.txt", "04 13", {"second_caption": 1}),
+        ("1.txt 1.webp 2.jpg 2.txt 1.txt", "14 23", {"second_caption": 1}),
+        ("1.txt 1.txt 1.jpg 2.jpg 2.txt", "21 34", {"second_caption": 1}),
+        ("1.jpg 1.txt 1.jpg 2.jpg 2.txt", "34", {"duplicate_key": 3}),
+        ("1.jpg 1.txt 1.jpg 1.txt 1.txt 2.jpg 2.txt", "56", {"duplicate_key": 5}),
+    ],
+)
+def test_of_captions_twice_in_a_tar_the_last_one_is_used(tmp_path, names, records, left_out):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, name in enumerate(names.split()):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    opened = WebDataset(tmp_path / "a.tar", uncaptioned="drop")
+    assert [(i.decode() + t) for i, t in records_of(opened)] == records.split()
+    assert opened.left_out() == left_out
+
+
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
     members = {
         "a/1.JPG": b"1", "a/1.txt": b"one", "a/1.json": b"{}", "a/1.cls": b"3",
