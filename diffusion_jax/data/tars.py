@@ -189,9 +189,10 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
     names such as "byte 5120". The number of files behind damaged headers is a lower bound.
 
     Raises:
-        ValueError: the file is compressed or not a tar, or is damaged before the end of the first
-            file in it.
+        ValueError: the file is compressed, a pointer of Git LFS or not a tar, or is damaged before
+            the end of the first file in it.
     """
+    storage.refuse_pointer(path)
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
     with (
         files.path(path).open("rb") as file,

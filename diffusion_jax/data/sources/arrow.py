@@ -223,6 +223,7 @@ def _open(path: pathlib.Path) -> Any:
     """
     import pyarrow
 
+    storage.refuse_pointer(path)
     as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     try:
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
@@ -248,7 +249,10 @@ def _load(place: str, split: str) -> Any:
         load = functools.partial(datasets.load_dataset, "parquet", data_files=tars.expand(place))
     if place.startswith(("/", ".", "~")) and not is_parquet and not pathlib.Path(place).exists():
         raise FileNotFoundError(f"no data at {place}: check the path")
-    storage.warn_of_missing_shards([str(file) for file in pathlib.Path(place).rglob("*.parquet")])
+    shards = [str(file) for file in pathlib.Path(place).rglob("*.parquet")]
+    storage.warn_of_missing_shards(shards)
+    for file in tars.expand(place) if is_parquet else shards:
+        storage.refuse_pointer(file)
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.
