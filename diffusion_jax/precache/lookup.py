@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.config.settings import Text
-from diffusion_jax.data.captions import every
+from diffusion_jax.data.captions import Tags, every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.precache import encode, store
 from diffusion_jax.text import precomputed, registry
@@ -82,12 +82,22 @@ def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None
         encoder.tokenize([one for one in texts if one])  # "" stands for a damaged caption, too.
     if text.learned_tokens:
         word = read_learned(text.learned_tokens).word
-        texts = itertools.chain(*map(every, pictures.texts(rows)))
+        texts = list(itertools.chain(*map(every, pictures.texts(rows))))
         if not any(word.lower() in one.lower() for one in texts):
             raise ValueError(
                 f"no caption of the data contains {word}, the word of text.learned_tokens: write "
                 f"captions such as 'a photo of {word}'"
             )
+        data = pictures.data
+        if data is not None and data.tag_drop_prob:
+            tags = Tags(keep=data.keep_tags)
+            for one in texts:
+                if any(word.lower() in tag.lower() for tag in tags.split(one)[1]):
+                    raise ValueError(
+                        f"data.tag_drop_prob={data.tag_drop_prob:g} leaves out {word}, the word of "
+                        f"text.learned_tokens, from captions such as {one!r:.60}: write it in the "
+                        "first tag and set data.keep_tags=1, or set data.tag_drop_prob=0"
+                    )
 
 
 def open_prompts(

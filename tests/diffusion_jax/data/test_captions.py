@@ -165,6 +165,30 @@ def test_tags_are_shuffled_and_dropped_for_each_sample_alone():
     assert captions.chosen(["a,b , c"], 7, [0]) == ["a,b , c"]
     assert captions.chosen(["a, b, c"], 7, [0], Tags(drop_prob=1.0)) == [""]
     assert captions.chosen(["a, b, c"], 7, [0], Tags(keep=2, drop_prob=1.0)) == ["a, b"]
+    # Empty tags are no tags.
+    assert captions.chosen([", a,, b ,c, "], 7, [0], Tags(keep=2, drop_prob=1.0)) == ["a, b"]
+
+
+@pytest.mark.parametrize(
+    ("caption", "tags", "warned"),
+    [
+        ("a cat", Tags(shuffle=True), True),
+        ("a cat, asleep", Tags(shuffle=True), False),
+        ("a cat, asleep,, ", Tags(shuffle=True, keep=1), True),  # One tag has one order.
+        ("a cat, asleep", Tags(drop_prob=0.1, keep=1), False),
+        ("a cat, asleep", Tags(drop_prob=0.1, keep=2), True),
+    ],
+)
+def test_settings_of_tags_without_effect_are_warned_of(tmp_path, caplog, caption, tags, warned):
+    folder = digits.write_examples(tmp_path, 4, size=8)
+    for picture in folder.glob("*.png"):
+        picture.with_suffix(".txt").write_text(caption)
+    shuffle, keep, drop = tags
+    fields = {"shuffle_tags": shuffle, "keep_tags": keep, "tag_drop_prob": drop, "threads": 0}
+    data, mesh = Data("folder", str(folder), **fields), sharding.make_mesh(1, 1, 1)
+    run, opened = Run(steps=1, batch_size=4), sources.open_pictures(data, 8)
+    pipeline.training_batches(opened, lambda texts: {}, run, data, mesh).close()
+    assert ("change none of 4 captions" in caplog.text) == warned
 
 
 def test_training_shuffles_tags_and_the_held_out_pictures_keep_theirs(tmp_path):
