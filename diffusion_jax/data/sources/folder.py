@@ -142,7 +142,10 @@ class Folder(Records):
         return [self._read(self._images[index]) for index in indices]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        return [_head(self._root / self._images[index]) for index in indices]
+        return [_part(self._root / self._images[index], 0) for index in indices]
+
+    def ends(self, indices: Sequence[int]) -> list[bytes]:
+        return [_part(self._root / self._images[index], -records.HEAD) for index in indices]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return the caption or embeddings of each image, without reading the images.
@@ -228,8 +231,12 @@ def masks_of(names: Sequence[str]) -> set[str]:
     return set(_beside(images, set(names), MASK).values())
 
 
-def _head(path: pathlib.Path) -> bytes:
+def _part(path: pathlib.Path, first: int) -> bytes:
+    """Return HEAD bytes of a file from the byte `first`, which counts from the end if negative."""
     with path.open("rb") as file:
+        if first < 0:
+            first += max(file.seek(0, os.SEEK_END), -first)
+        file.seek(first)
         return file.read(records.HEAD)
 
 
