@@ -140,9 +140,8 @@ def _is_table(file: pathlib.Path) -> bool:
     """Return whether a .txt names pictures, as Kaggle's captions.txt and Flickr8k.token.txt do."""
     lines = [line.strip() for line in untrusted.decode(file.read_bytes(), "replace").split("\n")]
     cells = [cell.strip().lower() for cell in re.split(r"[,;|\t]", next(filter(None, lines), ""))]
-    first = cells[0].partition("#")[0].rpartition(".")
-    is_picture = bool(first[0]) and first[2] in untrusted.image_suffixes()
-    return len(cells) > 1 and (is_picture or bool(rows.name_column(cells) and rows.likely(cells)))
+    named = rows.name_column(cells) and rows.likely(cells)
+    return len(cells) > 1 and (rows.is_picture(cells[0]) or bool(named))
 
 
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
@@ -178,6 +177,8 @@ def _of_tars(path: str, text: str) -> Data:
     """
     first = tars.find(path)[0]
     index = tars.load_index(first)
+    if not len(index.suffix):
+        raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
     if not text:
         text = next((suffix for suffix in TEXTS if suffix in index.suffix), "")
     if not text and "json" in index.suffix:

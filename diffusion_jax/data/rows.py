@@ -35,6 +35,7 @@ FILES = ("file_name", "filename", "image", "path", "image_name")
 KEY = "key"
 """The column of an image's name without suffix in img2dataset's tables."""
 _NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
+_COUNTER = re.compile(r"#\d+$")  # Flickr8k.token.txt numbers the captions of a picture.
 _SHOWN = 60  # The largest number of characters of a value in a message.
 
 
@@ -85,14 +86,16 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     if not numbered:
         return
     header = [name.strip() for name in numbered[0][1]]
-    if pictures := [cell for cell in header if _is_picture(cell)]:
+    if pictures := [cell for cell in header if is_picture(cell)]:
         if width != 2 or len(pictures) != 1:
             raise ValueError(
                 f"{path} begins with {shown(pictures[0])} instead of names of columns: add a first "
                 "line with names, such as file_name,caption"
             )
         header = [FILES[0] if cell in pictures else CAPTION for cell in header]
-        numbered.insert(0, (0, header))
+        at = header.index(FILES[0])
+        cut = lambda cells: [_COUNTER.sub("", c) if i == at else c for i, c in enumerate(cells)]
+        numbered = [(0, header), *((number, cut(cells)) for number, cells in numbered)]
     named = [name for name in header if name]  # Excel and pandas write columns without a name.
     if twice := {name for name in named if named.count(name) > 1}:
         raise ValueError(f"{path} has several columns {min(twice)!r}: give each its own name")
@@ -164,11 +167,13 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
 def _alike(numbered: Sequence[tuple[int, list[str]]]) -> int:
     """Return how many columns hold only names of pictures, or only numbers, below the header."""
     columns = list(zip(*(cells for _, cells in numbered[1:]), strict=True))
-    return sum(all(map(_is_picture, c)) or all(map(_NUMBER.fullmatch, c)) for c in columns)
+    return sum(all(map(is_picture, c)) or all(map(_NUMBER.fullmatch, c)) for c in columns)
 
 
-def _is_picture(cell: str) -> bool:
-    return cell.strip().rpartition(".")[2].lower() in untrusted.image_suffixes() and "." in cell
+def is_picture(cell: str) -> bool:
+    """Return whether a cell is the name of an image file, perhaps with a number, as in a.jpg#0."""
+    _, dot, suffix = _COUNTER.sub("", cell.strip()).rpartition(".")
+    return bool(dot) and suffix.lower() in untrusted.image_suffixes()
 
 
 def _line(line: str, options: Mapping[str, Any]) -> list[str]:

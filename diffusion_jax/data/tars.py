@@ -381,6 +381,12 @@ def find_stamped(path: str, inventory: Inventory) -> tuple[list[str], list[str]]
     """
     tars = [tar for name in expand(path) for tar in _listed(name, inventory)]
     stamps = storage.stamps(tars)
+    if any(stamps) and not all(stamps):
+        missing = [tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp]
+        raise FileNotFoundError(
+            f"{len(missing)} of the {len(tars)} tars {path} do not exist: copy {missing[0]}"
+            f"{' and others' * (len(missing) > 1)}, or name only tars that exist"
+        )
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
     return tars, stamps
 

@@ -3,6 +3,7 @@
 The package `datasets` converts parquet and other formats to Arrow tables once, in its cache.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -256,8 +257,18 @@ def _load(place: str, split: str) -> Any:
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.
+        names = list[str]()
+        with contextlib.suppress(Exception):
+            names = datasets.get_dataset_config_names(place) if pathlib.Path(place).is_dir() else []
+        if names[1:]:
+            folder = next((n for n in names if (pathlib.Path(place) / n).is_dir()), "FOLDER")
+            raise ValueError(
+                f"{place} holds the data sets {', '.join(names)}: name the folder of one, as in "
+                f"{place}/{folder}"
+            ) from error
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"the package datasets cannot open {place}: {error}; check the path or name"
+            f"the package datasets cannot open {place}: {reason}; check the path or name"
         ) from error
     if not split:
         if len(opened) > 1:

@@ -232,6 +232,17 @@ def test_a_damaged_caption_makes_its_picture_unusable(tmp_path):
     assert text.texts[1:] == ("b",)
 
 
+def test_half_a_character_in_json_is_named_and_not_taken_for_a_byte(tmp_path):
+    folder = digits.write_examples(tmp_path, 2, size=8)
+    (folder / "00000.json").write_text('{"long": "a \\ud83d"}')
+    (folder / "00001.json").write_bytes(b'{"long": "caf\\udce9"}')
+    half, byte = Folder(folder, "json:long").texts([0, 1])
+    assert str(half) == (
+        "broken_text: the text holds one half (U+D83D) of a character: write both halves"
+    )
+    assert str(byte).endswith("is not UTF-8 text (byte 0xe9)")
+
+
 def test_all_values_of_a_tf_example_feature_are_captions(tmp_path):
     example = arrayrecord._Example()
     example.features.feature["txt"].bytes_list.value.extend([b"one", b"two"])

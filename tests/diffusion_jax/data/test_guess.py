@@ -92,6 +92,7 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
         ("captions.json", '{"00000.png": "a cat"}', "coco:caption"),
         ("metadata.csv", "sep=;\nfile_name;text\n00000.png;a cat\n", "csv:text"),
         ("metadata.csv", "00000.png,a cat\n", "csv:caption"),
+        ("token.csv", "00000.png#0\ta cat\n00000.png#1\tit is asleep\n", "csv:caption"),
         ("metadata.csv", ",file_name,text,,\n0,00000.png,a cat,,\n,,,,\n", "csv:text"),
         ("results.csv", "image_name| comment_number| comment\n00000.png| 0| a cat", "csv:comment"),
         ("pandas.json", '{"file_name": {"0": "00000.png"}, "text": {"0": "a cat"}}', "coco:text"),
@@ -155,6 +156,12 @@ def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, pla
             pyarrow.table({"image": image, "text": text}), bare / "a.parquet"
         )
         assert guess(str(bare)) == Data("huggingface", str(bare), "text", uncaptioned="drop")
+
+
+def test_an_empty_tar_is_an_error_that_says_so(tmp_path):
+    tars.write(tmp_path / "a.tar", [])
+    with pytest.raises(ValueError, match=r"a\.tar holds no files: copy or write it again"):
+        guess(str(tmp_path))
 
 
 def test_numbers_of_classes_are_no_captions(tmp_path):

@@ -87,6 +87,24 @@ def test_a_tar_a_folder_and_a_brace_pattern_can_be_opened(tmp_path):
     assert records_of(WebDataset(tmp_path / "s/shard-01.tar")) == whole[1:2]
 
 
+def test_the_error_for_some_missing_tars_names_the_first(tmp_path):
+    write_tar(tmp_path / "0.tar", {"1.jpg": b"1", "1.txt": b"one"})
+    with pytest.raises(FileNotFoundError) as error:
+        WebDataset(f"{tmp_path}/{{0..2}}.tar")
+    assert str(error.value) == (
+        f"2 of the 3 tars {tmp_path}/{{0..2}}.tar do not exist: copy {tmp_path}/1.tar and others, "
+        "or name only tars that exist"
+    )
+
+
+def test_the_error_for_keys_with_dots_says_where_a_key_ends(tmp_path):
+    tar = write_tar(tmp_path / "0.tar", {"s0.input.jpg": b"1", "s0.txt": b"one"})
+    with pytest.raises(
+        ValueError, match=r"rename the files that end in \.input\.jpg: in a tar, the"
+    ):
+        WebDataset(tar)
+
+
 def test_braces_expand_as_in_a_shell():
     assert tars.expand("a.tar") == ["a.tar"]
     assert tars.expand("s-{08..11}.tar") == ["s-08.tar", "s-09.tar", "s-10.tar", "s-11.tar"]
