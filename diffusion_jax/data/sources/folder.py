@@ -251,20 +251,26 @@ def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[
              if name.lower().endswith(f".{suffix}")}  # fmt: skip
     if not lower:
         return {}
-    whole = set(map(metadata.folded, images))
+    whole = set(map(_folded, images))
     found, rest = dict[str, str](), list[tuple[str, list[str]]]()
     for image in images:
         stem = os.path.splitext(image)[0]
-        stems = [image] if metadata.folded(stem) in whole else [stem, image]
+        stems = [image] if _folded(stem) in whole else [stem, image]
         texts = [f"{stem}.{suffix}" for stem in stems]
         if name := next((text for text in texts if text in names or text in lower), ""):
             found[image] = name if name in names else lower[name]
         else:
             rest.append((image, texts))
-    free = metadata.unique(metadata.folded, set(lower.values()) - set(found.values()))
+    free = metadata.unique(_folded, set(lower.values()) - set(found.values()))
     claims = collections.defaultdict[str, list[str]](list)
     for image, texts in rest:
-        forms = [form for text in texts if (form := metadata.folded(text)) in free]
+        forms = [form for text in texts if (form := _folded(text)) in free]
         if forms:
             claims[free[forms[0]]].append(image)
     return found | {claiming[0]: text for text, claiming in claims.items() if not claiming[1:]}
+
+
+def _folded(path: str) -> str:
+    """Return the form of a path that is the same if the file has another case or Unicode form."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, metadata.folded(name))

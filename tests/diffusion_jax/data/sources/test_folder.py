@@ -194,6 +194,7 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
         (["caf\u00e9.png", "cafe\u0301.txt"], {"caf\u00e9.png": "cafe\u0301.txt"}),
         (["A.png", "a.TXT"], {"A.png": "a.TXT"}),
         (["A.png", "a.png.txt"], {"A.png": "a.png.txt"}),
+        (["s/A.png", "S/a.txt", "s/b.png", "s/b.txt"], {"s/b.png": "s/b.txt"}),  # Two folders.
         (["A.png", "a.png", "a.txt"], {"a.png": "a.txt"}),  # A.png has none.
         (["A.png", "a.jpg", "A.Txt"], {"A.png": "A.Txt"}),
         (["A.png", "B.png", "b.txt", "B.txt"], {"B.png": "B.txt"}),  # b.txt is left over.
@@ -203,6 +204,7 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
 )  # fmt: skip
 def test_a_picture_has_the_text_of_its_own_name(tmp_path, texts, expected):
     for name in texts:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     records = Folder(tmp_path, uncaptioned="drop")
     assert {record.name: record.text for record in records.read(range(len(records)))} == expected
