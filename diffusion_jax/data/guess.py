@@ -84,7 +84,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     beside = [f for f in files if metadata.folded(str(f.with_suffix(""))) in forms]
     places, errors = [suffix for suffix in TEXTS if suffix in map(kind, beside)], []
     jsons = [file for file in beside if kind(file) == "json"]
-    if jsons and (field := _field("json", _parsed_all(jsons), f"{jsons[0]}", errors)):
+    objects = (_parsed(file.read_bytes()) for file in jsons)
+    if jsons and (field := _field("json", objects, str(jsons[0]), errors)):
         places.append(field)
     counts = {}
     for place in [*places, *_of_tables(set(files) - set(beside), errors)]:
@@ -269,13 +270,12 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
 
 
 def _are_captions(texts: Sequence[str]) -> bool:
-    """Return whether texts have several words each, and differ. Identifiers and paths do not."""
-    several = sum(len(text.split()) > 1 and "://" not in text for text in texts)
+    """Return whether most texts have several words, and not all are equal.
+
+    Identifiers, paths and URLs have one word. Chinese and Japanese have no spaces between words.
+    """
+    several = sum(len(text.split()) > 1 or not text.isascii() for text in texts)
     return 2 * several >= len(texts) and (len(set(texts)) > 1 or len(texts) == 1)
-
-
-def _parsed_all(files: Iterable[pathlib.Path]) -> Iterator[Any]:
-    return (_parsed(file.read_bytes()) for file in files)
 
 
 def _parsed(content: bytes) -> Any:

@@ -107,6 +107,7 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
         ("00000.png.json", '{"category": "danbooru", "author": "a b", "tag_string": "a cat"}',
          "json:tag_string"),
         ("00000.json", '{"id": "7", "words": "a cat"}', "json:words"),
+        ("m.jsonl", '{"file_name": "00000.png", "hash": "a1", "\\u6587": "a cat"}', "jsonl:\u6587"),
         ("annotations.json", '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
          '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
     ],
