@@ -324,7 +324,7 @@ def read(name: str, root: pathlib.Path, samples: int = 2000) -> dict[str, Any]:
     place = lambda text: text.replace("ROOT", str(root))
     mixture = tuple((w, source, place(path), text) for w, source, path, text in data.mixture)
     data = data._replace(path=place(data.path), prior=place(data.prior), mixture=mixture)
-    shapes = {"moments": (2, 2, 8)} if name == "moments" else {}
+    shapes: dict[str, Any] = {"moments": (2, 2, 8)} if name == "moments" else {}
     if name in ("folder_npy", "folder_npz", "tar_npy"):
         shapes = {"embeddings": (3, 4)}
     side = 16 if shapes.get("moments") else _SIDE

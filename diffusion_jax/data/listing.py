@@ -266,8 +266,9 @@ def _sorted(
     suffixes, number = np.unique(index.suffix, return_inverse=True)
     kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
     kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
-    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
-    for column, rows in enumerate((kinds == 0, *(index.suffix == text for text in texts))):
+    others = [*texts, *([more] if more else [])]
+    files = np.full((len(index.key), 1 + len(others)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == 0, *(index.suffix == other for other in others))):
         rows = np.flatnonzero(rows)
         files[index.record[rows], column] = rows  # The last one of several images.
         kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
@@ -277,18 +278,15 @@ def _sorted(
         repeated &= (files >= 0).any(1)
     # Of several records with one key, it is only certain which files belong together if all
     # records are complete.
-    is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
+    needed = files[:, : 1 + len(texts)]
+    is_bare, has_no_picture = (needed[:, 1:] < 0).all(1), needed[:, 0] < 0
     incomplete = is_bare | has_no_picture
     unclear = repeated & np.isin(index.key, index.key[repeated & incomplete])
     for chosen, kind in (
         (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
     ):  # fmt: skip
-        rows = files[chosen].ravel()
+        rows = needed[chosen].ravel()
         kinds[rows[rows >= 0]] = _KINDS.index(kind)
-    if more:
-        rows, column = np.flatnonzero(index.suffix == more), np.full((len(files), 1), -1)
-        column[index.record[rows], 0] = rows
-        files = np.append(files, column, axis=1)
     used = files[~incomplete & ~unclear]
     return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import files
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
@@ -457,6 +458,20 @@ def test_of_captions_twice_in_a_tar_the_last_one_is_used(tmp_path, names, record
     opened = WebDataset(tmp_path / "a.tar", uncaptioned="drop")
     assert [(i.decode() + t) for i, t in records_of(opened)] == records.split()
     assert opened.left_out() == left_out
+
+
+def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
+    members = [("1.jpg", b"x"), ("1.txt", b"a"), ("1.json", b'{"n": 1}'), ("2.jpg", b"y"),
+               ("2.txt", b"b"), ("2.json", b'{"n": 2}'), ("1.json", b'{"n": 3}')]  # fmt: skip
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    numbered = WebDataset(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    assert [(r.text, r.numbers["n"]) for r in numbered.read([0, 1])] == [("a", 3), ("b", 2)]
+    plain = WebDataset(tmp_path / "a.tar")  # Companions that occur twice do not matter.
+    assert records_of(plain) == [(b"x", "a"), (b"y", "b")] and plain.left_out() == {}
 
 
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
