@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "err
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
+_MOST = 2**22  # Number of bytes in which names of pictures are looked for.
 
 
 def guess(path: str, text: str = "") -> Data:
@@ -108,9 +110,11 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     f"{file} has the name of a picture in another folder, and no picture has a "
                     "caption beside it: move each text into the folder of its picture"
                 )
-            if kind(file) == "txt" and _is_table(file):
+            if _names(file, sorted(image.name for image in images)):
                 raise ValueError(
-                    f"{file} is a table of captions: rename it to {file.with_suffix('.csv').name}"
+                    f"{file} names pictures, but no captions were found in it: write a .csv with "
+                    "the columns file_name and caption (if it is one, rename it), or move the file "
+                    "to another folder"
                 )
         if unread:
             names = ", ".join(map(str, unread[:3])) + ", ..." * (len(unread) > 3)
@@ -137,12 +141,12 @@ def _has_pictures(files: Iterable[pathlib.Path]) -> bool:
     return False
 
 
-def _is_table(file: pathlib.Path) -> bool:
-    """Return whether a .txt names pictures, as Kaggle's captions.txt and Flickr8k.token.txt do."""
-    lines = [line.strip() for line in untrusted.decode(file.read_bytes(), "replace").split("\n")]
-    cells = [cell.strip().lower() for cell in re.split(r"[,;|\t]", next(filter(None, lines), ""))]
-    named = rows.name_column(cells) and rows.likely(cells)
-    return len(cells) > 1 and (rows.is_picture(cells[0]) or bool(named))
+def _names(file: pathlib.Path, pictures: Iterable[str]) -> bool:
+    """Return whether a file contains the names of several of the pictures, or of all."""
+    with file.open("rb") as opened:
+        content = opened.read(_MOST)
+    sought = list(itertools.islice(pictures, _LOOKED))
+    return sum(os.fsencode(name) in content for name in sought) >= min(2, len(sought))
 
 
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
@@ -255,7 +259,7 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
             found = [c for c in cells if isinstance(c, str) and not re.fullmatch(r"[\d.+-]*", c)]
             if found and name not in _OTHER:
                 texts[name] += found
-            elif any(isinstance(c, dict) for c in cells) and rows.likely([name]):
+            elif any(isinstance(c, dict) for c in cells) and (not kind or rows.likely([name])):
                 others[name] = None
     if first := [*rows.likely(texts), *(name for name in texts if _are_captions(texts[name]))][:1]:
         return ":".join(filter(None, (kind, *first)))
@@ -293,18 +297,15 @@ def _cells(path: pathlib.Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     storage.refuse_pointer(path)
-    is_arrow, kinds = path.suffix == ".arrow", pyarrow.types
+    is_arrow = path.suffix == ".arrow"
     try:
         opened: Any = (
             pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) if is_arrow
             else pyarrow.parquet.ParquetFile(path)
         )  # fmt: skip
         schema = opened.schema if is_arrow else opened.schema_arrow
-        inner = lambda kind: getattr(kind, "value_type", kind)
-        is_text = lambda kind: kinds.is_string(kind) or kinds.is_large_string(kind) or (
-            kinds.is_string_view(kind))  # fmt: skip
-        names = [f.name for f in schema if is_text(inner(f.type))]
-        names += rows.likely([f.name for f in schema if f.name not in names])
+        kinds = {f.name: str(f.type) for f in schema if "bytes: " not in str(f.type)}
+        names = [name for name in kinds if "string" in kinds[name] or rows.likely([name])]
         batches = opened if is_arrow else opened.iter_batches(_LOOKED, columns=names)
         first = next(iter(batches), None)
         found = [] if first is None else first.select(names)[:_LOOKED].to_pylist()

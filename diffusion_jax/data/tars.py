@@ -428,6 +428,7 @@ def _wdinfo(path: str) -> list[str]:
 
     In the file, relative paths are relative to the file's folder.
     """
+    storage.refuse_pointer(path)
     try:
         info = _PlainUnpickler(io.BytesIO(files.path(path).read_bytes())).load()
         names = [str(name) for name in info["tar_files"]]

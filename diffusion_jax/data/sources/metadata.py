@@ -194,7 +194,7 @@ def _read_table(
         inventory.add(TEXTS, [table])
     if column != rows.KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
-        for form in (folded, _stem):
+        for form in (folded, _stem, _folded_stem):
             later = _assign(texts, later, images, form)
         if not texts:  # The images may be in another folder, but in all folders that a row names.
             parts = collections.defaultdict[int, list[Any]](list)
@@ -247,6 +247,10 @@ def _assign(
 
 def _stem(name: str) -> str:
     return posixpath.splitext(name)[0]
+
+
+def _folded_stem(name: str) -> str:
+    return folded(_stem(name))
 
 
 def folded(name: str) -> str:

@@ -124,8 +124,11 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("captions.txt", "image,caption\n00000.png,a cat\n", "table of captions: rename it to"),
-        ("Flickr8k.token.txt", "00000.png#0\ta cat\n", "rename it to Flickr8k.token.csv"),
+        ("captions.txt", "image,caption\n00000.png,a cat\n00001.png,b\n", "if it is one, rename"),
+        ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
+        ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
+        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "a .csv"),
+        ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
         ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
          r"--text=jsonl:caption \(caption holds objects, so write texts instead"),
         ("m.csv", "file_name,hash\n00000.png,a1\n00001.png,b2\n", "hash: name .*--text=csv:hash"),
@@ -163,6 +166,14 @@ def test_an_empty_tar_is_an_error_that_says_so(tmp_path):
     tars.write(tmp_path / "a.tar", [])
     with pytest.raises(ValueError, match=r"a\.tar holds no files: copy or write it again"):
         guess(str(tmp_path))
+
+
+def test_texts_inside_objects_of_a_parquet_table_are_an_error(tmp_path):
+    image = pyarrow.array([{"bytes": b"x", "path": "p"}])
+    table = pyarrow.table({"image": image, "sentences": [[{"raw": "a cat"}]]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--text=sentences \(sentences holds objects, so write"):
+        guess(str(tmp_path / "a.parquet"))
 
 
 def test_numbers_of_classes_are_no_captions(tmp_path):

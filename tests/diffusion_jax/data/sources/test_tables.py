@@ -147,6 +147,16 @@ def test_names_in_tables_match_images_despite_case_slashes_and_unicode_form(tmp_
     assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
 
 
+def test_names_without_suffix_match_images_despite_case_and_unicode_form(tmp_path):
+    images(tmp_path, "caf\u00e9.png", "B.png", "c.png", "c.jpg")
+    keys = {"cafe\u0301": "accent", "b": "case", "C": "which?"}
+    (tmp_path / "meta.json").write_text(json.dumps({k: {"text": v} for k, v in keys.items()}))
+    assert texts(Folder(tmp_path, "coco:text", "drop")) == {
+        "caf\u00e9.png": "accent",
+        "B.png": "case",
+    }
+
+
 def test_an_inexact_name_does_not_match_an_image_that_another_row_names(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
