@@ -192,13 +192,15 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
         ValueError: the file is compressed, a pointer of Git LFS or not a tar, or is damaged before
             the end of the first file in it.
     """
-    storage.refuse_pointer(path)
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
     with (
         files.path(path).open("rb") as file,
         tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar,
     ):
-        compressed = file.read(8).startswith(_COMPRESSED)
+        head = file.read(len(untrusted.POINTER))
+        if head == untrusted.POINTER:
+            raise ValueError(f"{path} is {untrusted.IS_POINTER}")
+        compressed = head.startswith(_COMPRESSED)
         tar.fileobj, tar.offset = file, file.seek(0)
         while not compressed:
             start = tar.offset
