@@ -37,12 +37,21 @@ class Tags(NamedTuple):
     drop_prob: float = 0.0
     """The probability with which each other tag is left out."""
 
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        """Return the tags of a caption that keep their place, and the others."""
+        tags = [tag for part in text.split(",") if (tag := part.strip())]
+        return tags[: self.keep], tags[self.keep :]
+
+    def change(self, texts: Iterable[Any]) -> bool:
+        """Return whether the order of any text can change, or a tag of it be left out."""
+        others = (self.split(one)[1] for text in texts for one in every(text) if type(one) is str)
+        return any(len(tags) > (not self.drop_prob) for tags in others)
+
     def of(self, text: Any, rng: np.random.Generator) -> Any:
         """Return a caption with shuffled and dropped tags. Embeddings are returned unchanged."""
         if not isinstance(text, str):
             return text
-        tags = [tag.strip() for tag in text.split(",")]
-        kept, others = tags[: self.keep], tags[self.keep :]
+        kept, others = self.split(text)
         order = rng.permutation(len(others)) if self.shuffle else range(len(others))
         dropped = rng.random(len(others)) < self.drop_prob
         return ", ".join([*kept, *(others[i] for i in order if not dropped[i])])

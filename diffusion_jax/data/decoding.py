@@ -186,6 +186,7 @@ def _open(data: bytes, reason: str = "broken_image") -> Image.Image:
         return untrusted.open_image(data)
     except UnidentifiedImageError as error:
         start = f"no image begins with {data[:16]!r}" if data else "the file is empty"
+        start = f"it is {untrusted.IS_POINTER}" if data.startswith(untrusted.POINTER) else start
         raise Unusable(reason, start) from error
     except Exception as error:  # Pillow's decoders raise many types.
         raise Unusable(reason, f"{type(error).__name__}: {error}") from error

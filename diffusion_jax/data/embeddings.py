@@ -31,6 +31,8 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)
+    if contents.startswith(untrusted.POINTER):
+        raise ValueError(f"the file of embeddings is {untrusted.IS_POINTER}")
     try:
         array = _READERS[suffix](contents)
     except Exception as error:  # Damaged files raise exceptions of many types.

@@ -1,10 +1,12 @@
 """Infers the data source and the caption field of a data set from its files."""
 
+import collections
 import contextlib
 import itertools
+import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
@@ -23,6 +25,7 @@ _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "err
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
+_MOST = 2**22  # Number of bytes in which names of pictures are looked for.
 
 
 def guess(path: str, text: str = "") -> Data:
@@ -51,11 +54,12 @@ def guess(path: str, text: str = "") -> Data:
     records.check_exists([str(root)] if path else [], "folder")
     kind = root.suffix[1:].lower()
     if root.is_file() and kind in ("csv", "tsv", "jsonl"):
-        if not (text := text or _field(kind, _texts(rows.read(root)))):
-            raise ValueError(
+        errors: list[ValueError] = []
+        if not (text := text or next(_of_tables([root], errors), "")):
+            raise next(iter(errors), ValueError(
                 f"{path} has no column file_name or no column of captions: add it, or name the "
                 "captions with --text"
-            )
+            ))  # fmt: skip
         return _data("folder", path, text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
@@ -73,25 +77,28 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     images = {f for f in files if kind(f) in untrusted.image_suffixes()}
     stems = {f.with_suffix("") for f in images}
     kinds = {kind(f) for f in files}
-    if not stems:
-        if "tar" in kinds:
-            return _of_tars(path, text)
-        if "array_record" in kinds:
-            return _data("arrayrecord", path, text or "txt")
-        if "parquet" in kinds:
-            return _of_table(path, root, text)
+    packed = [k for k in ("tar", "array_record", "parquet") if k in kinds]
+    if not stems and packed:
+        return _of_packed(packed[0], path, root, text)
     if text or not stems:
         return _data("folder", path, text)
-    named = stems | images
-    beside = [f for f in files if f.with_suffix("") in named]
-    places = [suffix for suffix in TEXTS if suffix in map(kind, beside)]
-    places.append(_field("json", _fields(f.read_bytes() for f in beside if kind(f) == "json")))
-    counts, errors = {}, []
-    for place in filter(None, [*places, *_of_tables(set(files) - set(beside), errors)]):
+    forms = {metadata.folded(str(name)) for name in stems | images}
+    beside = [f for f in files if metadata.folded(str(f.with_suffix(""))) in forms]
+    places, errors = [suffix for suffix in TEXTS if suffix in map(kind, beside)], []
+    jsons = [file for file in beside if kind(file) == "json"]
+    objects = (_parsed(file.read_bytes()) for file in jsons)
+    if jsons and (field := _field("json", objects, str(jsons[0]), errors)):
+        places.append(field)
+    counts = {}
+    for place in [*places, *_of_tables(set(files) - set(beside), errors)]:
         try:
             counts[place] = len(Folder(path, place, "drop"))
         except ValueError as error:
             errors.append(error)
+    if not counts and packed and (packed[0] != "parquet" or _has_pictures(files)):
+        logging.info("the %d pictures in %s have no captions: reading the other files instead",
+                     len(images), path)  # fmt: skip
+        return _of_packed(packed[0], path, root, text)
     if errors and not counts:
         raise errors[0]
     if not counts:
@@ -103,10 +110,43 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     f"{file} has the name of a picture in another folder, and no picture has a "
                     "caption beside it: move each text into the folder of its picture"
                 )
+            if _names(file, sorted(image.name for image in images)):
+                raise ValueError(
+                    f"{file} names pictures, but no captions were found in it: write a .csv with "
+                    "the columns file_name and caption (if it is one, rename it), or move the file "
+                    "to another folder"
+                )
         if unread:
             names = ", ".join(map(str, unread[:3])) + ", ..." * (len(unread) > 3)
             logging.warning("no captions were found: %s belong to no picture", names)
     return _data("folder", path, max(counts, key=lambda place: counts[place], default=""))
+
+
+def _of_packed(kind: str, path: str, root: pathlib.Path, text: str) -> Data:
+    """Infer the data settings for the files of one kind, which hold pictures, in a folder."""
+    if kind == "tar":
+        return _of_tars(path, text)
+    if kind == "array_record":
+        return _data("arrayrecord", path, text or "txt")
+    return _of_table(path, root, text)
+
+
+def _has_pictures(files: Iterable[pathlib.Path]) -> bool:
+    import pyarrow.parquet  # Slow to import, and needed by few data sets.
+
+    parquet = (file for file in files if file.suffix.lower() == ".parquet")
+    with contextlib.suppress(pyarrow.ArrowException, OSError):
+        schemas = map(pyarrow.parquet.read_schema, parquet)
+        return any(pyarrow.types.is_struct(f.type) for schema in schemas for f in schema)
+    return False
+
+
+def _names(file: pathlib.Path, pictures: Iterable[str]) -> bool:
+    """Return whether a file contains the names of several of the pictures, or of all."""
+    with file.open("rb") as opened:
+        content = opened.read(_MOST)
+    sought = list(itertools.islice(pictures, _LOOKED))
+    return sum(os.fsencode(name) in content for name in sought) >= min(2, len(sought))
 
 
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
@@ -117,11 +157,14 @@ def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Ite
     """
     for kind, suffix in metadata.SUFFIXES.items():
         for file in sorted(file for file in files if file.suffix.lower() == suffix):
+            storage.refuse_pointer(file)
             try:
-                if field := _field(kind, _texts(rows.read(file))):
-                    yield field
-                    break
-                if likely := rows.likely(next((row for _, row in rows.read(file)), {})):
+                table = list(itertools.islice((row for _, row in rows.read(file)), _LOOKED))
+                if named := [row for row in table if rows.name_column(row)]:
+                    if field := _field(kind, named, str(file), errors):
+                        yield field
+                        break
+                elif likely := rows.likely(next(iter(table), {})):
                     errors.append(ValueError(
                         f"{file} has the column {likely[0]!r}, but no column of image names: call "
                         "this column file_name, or move the table to another folder"
@@ -139,13 +182,18 @@ def _of_tars(path: str, text: str) -> Data:
     """
     first = tars.find(path)[0]
     index = tars.load_index(first)
+    if not len(index.suffix):
+        raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
     if not text:
         text = next((suffix for suffix in TEXTS if suffix in index.suffix), "")
     if not text and "json" in index.suffix:
         spans = index.span[index.suffix == "json"][:_LOOKED]
         ends = spans.sum(axis=1).tolist()
         contents = storage.read_ranges([first] * len(spans), spans[:, 0].tolist(), ends)
-        text = _field("json", _fields(contents))
+        errors: list[ValueError] = []
+        text = _field("json", map(_parsed, contents), f"a .json in {first}", errors)
+        if errors:
+            raise errors[0]
     if not text:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
         raise ValueError(
@@ -179,7 +227,10 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     ]
     split = "" if "@" in path or not training or training == files == [root] else "@train"
     is_split = saved and files[0].parent == root  # The path names the folder of one split.
-    text = text or _field("", _columns((training or files)[0]))
+    errors: list[ValueError] = []
+    text = text or _field("", _cells((training or files)[0]), str((training or files)[0]), errors)
+    if errors:
+        raise errors[0]
     return _data("arrow" if saved else "huggingface", path + split * (not is_split), text)
 
 
@@ -188,52 +239,84 @@ def _data(source: str, path: str, text: str) -> Data:
     return Data(source, path, text or "txt", uncaptioned=uncaptioned)
 
 
-def _field(kind: str, names: Iterable[str]) -> str:
+def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueError]) -> str:
     """Return the value of data.text for the likeliest caption field, or "" if there is none.
+
+    If there are texts, but none looks like a caption, an error is appended to `errors`.
 
     Args:
         kind: suffix of the files with the fields; "" for the columns of a Hugging Face table.
-        names: names of the text fields.
+        objects: the first objects or rows.
+        place: a name of the file, for the error.
+        errors: gets the error.
     """
-    texts = [name for name in names if name not in _OTHER]
-    first = [*rows.likely(texts), *texts][:1]
-    return ":".join(filter(None, (kind, *first))) if first else ""
+    texts = collections.defaultdict[str, list[str]](list)
+    others = dict[str, None]()
+    for row in itertools.islice(objects, _LOOKED):
+        for name, cell in row.items() if isinstance(row, dict) else ():
+            cells = cell if isinstance(cell, list) else [cell]
+            cells = [c.decode(errors="replace") if isinstance(c, bytes) else c for c in cells]
+            found = [c for c in cells if isinstance(c, str) and not re.fullmatch(r"[\d.+-]*", c)]
+            if found and name not in _OTHER:
+                texts[name] += found
+            elif any(isinstance(c, dict) for c in cells) and (not kind or rows.likely([name])):
+                others[name] = None
+    if first := [*rows.likely(texts), *(name for name in texts if _are_captions(texts[name]))][:1]:
+        return ":".join(filter(None, (kind, *first)))
+    if unclear := [*others, *texts]:
+        example = ":".join(filter(None, (kind, unclear[0])))
+        errors.append(ValueError(
+            f"{place} has no field of captions, as far as its names and values tell, but "
+            f"{', '.join(unclear[:8])}: name the captions' field, as in --text={example}"
+            + (f" ({unclear[0]} holds objects, so write texts instead)" if others else "")
+        ))  # fmt: skip
+    return ""
 
 
-def _fields(contents: Iterable[bytes]) -> list[str]:
-    """Return the names of the text fields in JSON files that hold objects."""
-    return _text_cells(value for value in map(_parsed, contents) if isinstance(value, dict))
+def _are_captions(texts: Sequence[str]) -> bool:
+    """Return whether most texts have several words, and not all are equal.
+
+    Identifiers, paths and URLs have one word. Chinese and Japanese have no spaces between words.
+    """
+    several = sum(len(text.split()) > 1 or not text.isascii() for text in texts)
+    return 2 * several >= len(texts) and (len(set(texts)) > 1 or len(texts) == 1)
 
 
 def _parsed(content: bytes) -> Any:
+    if content.startswith(untrusted.POINTER):
+        raise ValueError(f"a .json is {untrusted.IS_POINTER}")
     with contextlib.suppress(ValueError):  # Training counts damaged files.
         return untrusted.parse_json(content)
 
 
-def _texts(table: Iterable[rows.Row]) -> list[str]:
-    return _text_cells(row for _, row in table if metadata.name_column(row))
+def _cells(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the texts in the first rows of a .parquet or .arrow file.
 
-
-def _text_cells(objects: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the fields that hold texts, or lists of texts, in the first objects."""
-    is_text = lambda cell: isinstance(cell, str) and not re.fullmatch(r"[\d.+-]*", cell)
-    names = {}
-    for row in itertools.islice(objects, _LOOKED):
-        cells = ((name, cell if isinstance(cell, list) else [cell]) for name, cell in row.items())
-        names |= {name: None for name, cell in cells if any(map(is_text, cell))}
-    return list(names)
-
-
-def _columns(path: pathlib.Path) -> list[str]:
+    Raises ValueError if the file is damaged, or if its only texts are the names of classes.
+    """
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
+    storage.refuse_pointer(path)
+    is_arrow = path.suffix == ".arrow"
     try:
-        if path.suffix == ".arrow":
-            schema = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).schema
-        else:
-            schema = pyarrow.parquet.read_schema(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        opened: Any = (
+            pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) if is_arrow
+            else pyarrow.parquet.ParquetFile(path)
+        )  # fmt: skip
+        schema = opened.schema if is_arrow else opened.schema_arrow
+        kinds = {f.name: str(f.type) for f in schema if "bytes: " not in str(f.type)}
+        names = [name for name in kinds if "string" in kinds[name] or rows.likely([name])]
+        batches = opened if is_arrow else opened.iter_batches(_LOOKED, columns=names)
+        first = next(iter(batches), None)
+        found = [] if first is None else first.select(names)[:_LOOKED].to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
-    inner = lambda kind: getattr(kind, "value_type", kind)
-    is_text = lambda kind: pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-    return [f.name for f in schema if is_text(inner(f.type))]
+    about = _parsed((schema.metadata or {}).get(b"huggingface", b"{}")) or {}
+    features = about.get("info", {}).get("features", {})
+    classes = [name for name, kind in features.items() if "names" in kind]
+    if classes and not names:
+        raise ValueError(
+            f"{path} has no captions, but numbers of classes in {classes[0]}: add a column of "
+            "texts, such as the names of the classes"
+        )
+    return found

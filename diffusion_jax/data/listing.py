@@ -14,6 +14,7 @@ number of bytes of the facts (uint64) and the CRC-32 of all bytes before it (uin
 are little-endian. A damaged listing, which could pair images with wrong texts, is built again.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -39,12 +40,13 @@ from diffusion_jax.data.tars import Index
 from diffusion_jax.files import untrusted
 from diffusion_jax.logs import progress
 
-_VERSION = 4
+_VERSION = 5
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture", "no_caption",
-          "no_picture", "duplicate_key", "broken_record")  # fmt: skip
+_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture",
+          "second_caption", "no_caption", "no_picture", "duplicate_key",
+          "broken_record")  # fmt: skip
 
 
 class Listing(NamedTuple):
@@ -263,28 +265,59 @@ def _sorted(
     suffixes, number = np.unique(index.suffix, return_inverse=True)
     kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
     kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
-    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
-    for column, rows in enumerate((kinds == 0, *(index.suffix == text for text in texts))):
+    others = [*texts, *([more] if more else [])]
+    files = np.full((len(index.key), 1 + len(others)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == 0, *(index.suffix == other for other in others))):
         rows = np.flatnonzero(rows)
         files[index.record[rows], column] = rows  # The last one of several images.
         kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
+    repeated = np.bincount(index.key, minlength=1)[index.key] > 1
+    if not index.inventory.damaged():  # Otherwise, the picture of a text may be lost.
+        kinds[_take_last_texts(files, index, repeated)] = _KINDS.index("second_caption")
+        repeated &= (files >= 0).any(1)
     # Of several records with one key, it is only certain which files belong together if all
     # records are complete.
-    is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
+    needed = files[:, : 1 + len(texts)]
+    is_bare, has_no_picture = (needed[:, 1:] < 0).all(1), needed[:, 0] < 0
     incomplete = is_bare | has_no_picture
-    repeated = np.bincount(index.key, minlength=1)[index.key] > 1
-    unclear = repeated & np.isin(index.key, index.key[incomplete])
+    unclear = repeated & np.isin(index.key, index.key[repeated & incomplete])
     for chosen, kind in (
         (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
     ):  # fmt: skip
-        rows = files[chosen].ravel()
+        rows = needed[chosen].ravel()
         kinds[rows[rows >= 0]] = _KINDS.index(kind)
-    if more:
-        rows, column = np.flatnonzero(index.suffix == more), np.full((len(files), 1), -1)
-        column[index.record[rows], 0] = rows
-        files = np.append(files, column, axis=1)
     used = files[~incomplete & ~unclear]
     return np.where(used[..., None] < 0, 0, index.span[used]), kinds
+
+
+def _take_last_texts(files: np.ndarray, index: Index, repeated: np.ndarray) -> list[int]:
+    """Give the only picture of a key the last text of each suffix, as unpacking the tar does.
+
+    The records without a picture lose their texts. If a text comes before the picture, and files
+    with other keys are between them, nothing changes: it may belong to a missing picture.
+
+    Args:
+        files: the numbers of each record's files, or -1: the picture, then the texts. Is changed.
+        index: the index of the tar.
+        repeated: whether other records have the key of a record.
+
+    Returns:
+        The numbers of the texts that others replace.
+    """
+    groups, replaced = collections.defaultdict[int, list[int]](list), list[int]()
+    for record in np.flatnonzero(repeated).tolist():
+        groups[int(index.key[record])].append(record)
+    for key, of_key in groups.items():
+        pictures = [record for record in of_key if files[record, 0] >= 0]
+        texts = files[of_key, 1:]
+        if len(pictures) != 1 or (texts < 0).all():
+            continue
+        between = slice(texts[texts >= 0].min(), files[pictures[0], 0])
+        if (index.key[index.record[between]] == key).all():
+            last = texts.max(0)
+            replaced += texts[(texts >= 0) & (texts != last)].tolist()
+            files[of_key, 1:], files[pictures, 1:] = -1, last
+    return replaced
 
 
 def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:

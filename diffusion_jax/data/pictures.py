@@ -16,11 +16,12 @@ from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, decoding
 from diffusion_jax.data.inventory import PICTURES, Inventory
-from diffusion_jax.data.records import Record, Records, checked_numbers
+from diffusion_jax.data.records import HEAD, Record, Records, checked_numbers
 
 PictureArray = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
+_PNG = b"\x89PNG"
 _CHUNK = 64  # Number of encoded records that are read and held in memory together.
 # The share of damaged records is relative to at least this many records (or to all records of a
 # smaller data set), even if fewer were read.
@@ -243,6 +244,12 @@ class DecodedPictures(Pictures):
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
         """Return height and width in pixels from the images' headers; (0, 0) for damaged images."""
         heads = self._records.heads(indices.tolist())
+        # The tags of a PNG may follow its pixels. Behind a head that is cut, they cannot be read
+        # (the size is then (0, 0)), only found.
+        cut = [row for row, head in enumerate(heads) if len(head) == HEAD and head[:4] == _PNG]
+        ends = self._records.ends([int(indices[row]) for row in cut]) if cut else []
+        for row, end in zip(cut, ends, strict=True):
+            heads[row] += end
         sizes = [self._size_of(head) for head in heads]
         # With large metadata, a header can be longer than the head: read the whole file.
         rows = [row for row, size in enumerate(sizes) if size == (0, 0)]

@@ -29,6 +29,7 @@ from diffusion_jax.data.split import hashed, split
 from diffusion_jax.devices.sharding import batch_sharding
 
 HostBatch = dict[str, np.ndarray]
+_SAMPLE = 64  # Number of captions in which tags are looked for.
 LOSS_MASK = "loss_mask"
 """Batch key of the weights of pixels in the loss, uint8 [B, H, W], with data.loss_mask."""
 LOSS_WEIGHT = "loss_weight"
@@ -247,6 +248,14 @@ def training_batches(
         logging.warning("%s", warning)
     # Settings without effect are not read, so that training warns about them (config/unread.py).
     keep_tags = data.keep_tags if data.shuffle_tags or data.tag_drop_prob else 0
+    tags = Tags(data.shuffle_tags, keep_tags, data.tag_drop_prob)
+    if tags.shuffle or tags.drop_prob:
+        rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLE).astype(np.int64))
+        if not tags.change(pictures.texts(rows)):
+            logging.warning(
+                "data.shuffle_tags and data.tag_drop_prob change none of %d captions: no comma "
+                "follows their first %d tags", len(rows), max(keep_tags, 1)
+            )  # fmt: skip
     batches = make_batches(
         pictures,
         tokenize,
@@ -260,7 +269,7 @@ def training_batches(
         name=name,
         buckets=buckets,
         fields=(named := picture_fields.read(data.fields)),
-        tags=Tags(data.shuffle_tags, keep_tags, data.tag_drop_prob),
+        tags=tags,
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make, named) if len(apart) else None

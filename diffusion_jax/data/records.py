@@ -73,6 +73,13 @@ class Records(abc.ABC):
         """
         return [record.image for record in self.read(indices)]
 
+    def ends(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the last HEAD bytes of each image file, or all bytes of a shorter file.
+
+        The base class returns no bytes, because its heads are complete files.
+        """
+        return [b""] * len(indices)
+
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return an integer key for each record.
 
@@ -295,7 +302,11 @@ def cell_text(cell: Any) -> Any:
         cell.encode()
     except UnicodeEncodeError as error:
         # A byte that is not UTF-8 was decoded to 0xDC00 plus this byte.
-        return not_utf8(ord(cell[error.start]) - 0xDC00)
+        number = ord(cell[error.start])
+        if 0xDC80 <= number <= 0xDCFF:
+            return not_utf8(number - 0xDC00)
+        half = f"the text holds one half (U+{number:04X}) of a character: write both halves"
+        return Unusable("broken_text", half)
     return untrusted.without_marks(cell).strip()
 
 
@@ -377,6 +388,12 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
         others = _list(suffixes)
         advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
+        dotted = [s for s in suffixes if s.rpartition(".")[2] in untrusted.image_suffixes()]
+        if dotted:
+            advice += (
+                f", or rename the files that end in .{min(dotted)}: in a tar, the name of a record "
+                "ends at its first dot"
+            )
         for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
             advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(

@@ -1,16 +1,20 @@
 """Read the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
 
-A .json holds a list of texts or of objects, an object with a text or an object for each image's
-name, as in kohya's meta_cap.json, or COCO's annotations. Prompts and the captions of folders come
-from such tables. Only CR and LF end a line.
+A .csv may begin with Excel's sep=; and needs no names of columns if it holds pictures and captions
+only. A .json holds a list of texts or of objects, an object with a text or an object for each
+image's name, as in kohya's meta_cap.json, the columns of a table, as from pandas, or COCO's
+annotations. Prompts and the captions of folders come from such tables. Only CR and LF end a line.
 """
 
+import contextlib
 import csv
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from diffusion_jax.data import storage
 from diffusion_jax.files import untrusted
 
 Row = tuple[str, dict[str, Any]]
@@ -25,7 +29,13 @@ class Alone(dict[str, Any]):
 
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
-_LIKELY = (CAPTION, "text", "prompt", "description", "title")
+_LIKELY = (CAPTION, "text", "prompt", "description", "title", "comment", "tag_string")
+FILES = ("file_name", "filename", "image", "path", "image_name")
+"""The columns that may hold the path of an image, the likeliest first."""
+KEY = "key"
+"""The column of an image's name without suffix in img2dataset's tables."""
+_NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
+_COUNTER = re.compile(r"#\d+$")  # Flickr8k.token.txt numbers the captions of a picture.
 _SHOWN = 60  # The largest number of characters of a value in a message.
 
 
@@ -40,6 +50,7 @@ def read(path: pathlib.Path) -> Iterator[Row]:
         OSError: the file cannot be read.
     """
     untrusted.refuse_pipe(path)
+    storage.refuse_pointer(path)
     if path.suffix.lower() not in READERS:
         raise ValueError(f"{path} is not a table: use {', '.join(READERS)}")
     return READERS[path.suffix.lower()](path)
@@ -49,6 +60,11 @@ def likely(columns: Collection[str]) -> list[str]:
     """Return the columns with common names for captions, the likeliest first."""
     names = lambda name: (name, f"{name}s")
     return [column for name in _LIKELY for column in columns if column.lower() in names(name)]
+
+
+def name_column(row: Collection[str]) -> str:
+    """Return the column of a row that names an image, or "" if there is none."""
+    return next((name for name in (*FILES, KEY) if name in row), "")
 
 
 def shown(value: Any) -> str:
@@ -70,7 +86,18 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     if not numbered:
         return
     header = [name.strip() for name in numbered[0][1]]
-    if twice := {name for name in header if header.count(name) > 1}:
+    if pictures := [cell for cell in header if is_picture(cell)]:
+        if width != 2 or len(pictures) != 1:
+            raise ValueError(
+                f"{path} begins with {shown(pictures[0])} instead of names of columns: add a first "
+                "line with names, such as file_name,caption"
+            )
+        header = [FILES[0] if cell in pictures else CAPTION for cell in header]
+        at = header.index(FILES[0])
+        cut = lambda cells: [_COUNTER.sub("", c) if i == at else c for i, c in enumerate(cells)]
+        numbered = [(0, header), *((number, cut(cells)) for number, cells in numbered)]
+    named = [name for name in header if name]  # Excel and pandas write columns without a name.
+    if twice := {name for name in named if named.count(name) > 1}:
         raise ValueError(f"{path} has several columns {min(twice)!r}: give each its own name")
     for number, cells in numbered[1:]:
         place = f"{path}, line {number}"
@@ -80,7 +107,8 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
                 f"{place} has {len(cells)} cells, but the first line names {width} columns: "
                 f"{shown(cells)}{advice}"
             )
-        yield place, dict(zip(header, cells, strict=True))
+        if any(cells):
+            yield place, {n: cell for n, cell in zip(header, cells, strict=True) if n}
 
 
 def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[str]]], int]:
@@ -89,13 +117,17 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
     A quote at the start of a cell may begin a quoted cell, which may have several lines, or be part
     of the text. Of these two readings, the one that fills all columns in all rows is used.
 
+    If both do, it is the one in which a column holds only names of pictures, or only numbers.
+
     Raises:
-        ValueError: both readings fill all columns, and they differ; or a quote is never closed, and
-            quoted cells before it have several lines.
+        ValueError: both readings fill all columns, and no column tells which is right; or a quote
+            is never closed, and quoted cells before it have several lines.
     """
     lines = untrusted.split_lines(_decoded(path))
-    first = next((line for line in lines if line.strip()), "")
-    delimiter = max(delimiters, key=first.count)
+    at = next((at for at, line in enumerate(lines) if line.strip()), 0)
+    delimiter = max(delimiters, key=lines[at].count)
+    if match := re.fullmatch(r'"?sep=(.)"?', lines[at].strip("\r\n "), re.IGNORECASE):
+        delimiter, lines[at] = match[1], ""  # Excel's first line.
     options = {"delimiter": delimiter, "strict": True, "skipinitialspace": delimiter != "\t"}
     try:
         alone = [(n, _line(line, options)) for n, line in enumerate(lines, 1)]
@@ -123,11 +155,25 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
         return joined, width
     if any(len(cells) != width for _, cells in joined):
         return alone, width
+    if _alike(joined) > _alike(alone):
+        return joined, width
     number = next(a[0] for a, b in zip(alone, joined, strict=False) if a != b)
     raise ValueError(
         f"{path}, line {number}: a quote opens here and closes on a later line, so it may be text "
         f"or enclose several lines ({shown(lines[number - 1])}): double the quote, or write .jsonl"
     )
+
+
+def _alike(numbered: Sequence[tuple[int, list[str]]]) -> int:
+    """Return how many columns hold only names of pictures, or only numbers, below the header."""
+    columns = list(zip(*(cells for _, cells in numbered[1:]), strict=True))
+    return sum(all(map(is_picture, c)) or all(map(_NUMBER.fullmatch, c)) for c in columns)
+
+
+def is_picture(cell: str) -> bool:
+    """Return whether a cell is the name of an image file, perhaps with a number, as in a.jpg#0."""
+    _, dot, suffix = _COUNTER.sub("", cell.strip()).rpartition(".")
+    return bool(dot) and suffix.lower() in untrusted.image_suffixes()
 
 
 def _line(line: str, options: Mapping[str, Any]) -> list[str]:
@@ -149,24 +195,71 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
     content, images, noun = _parsed(_decoded(path), str(path)), {}, "item"
     if isinstance(content, dict) and isinstance(content.get("annotations"), list):
         listed = content.get("images")
-        for image in map(_object, listed if isinstance(listed, list) else []):
-            images[str(image.get("id"))] = image.get("file_name")
+        images = _coco_images(path, listed) if isinstance(listed, list) else {}
         content, noun = content["annotations"], "annotation"
         if all(type(a.get("id")) is int for a in map(_object, content)):
             content = sorted(content, key=lambda a: a["id"])
+    elif isinstance(content, dict) and (columns := _columns(content)):
+        cells = zip(*columns.values(), strict=True)
+        content = [dict(zip(columns, row, strict=True)) for row in cells]
     elif isinstance(content, dict) and _is_by_image(content):
         content = [{"file_name": name, **_object(value)} for name, value in content.items()]
     if not isinstance(content, list):
         raise ValueError(
             f"{path} holds {shown(content)}: it needs a list of texts or of objects, an object "
-            "with a text for each image's name, or COCO's annotations"
+            "with a text for each image's name, the columns of a table, or COCO's annotations"
         )
     for number, item in enumerate(content, 1):
         row = _object(item)
-        image = str(row.get("image_id"))
-        name = {"file_name": images[image]} if image in images else {}
         label = f" (id {row['id']})" if "id" in row else ""
-        yield f"{path}, {noun} {number}{label}", {**row, **name}
+        if (image := str(row.get("image_id"))) in images:
+            row = {**row, "file_name": images[image]}
+        elif images and not name_column(row):
+            raise ValueError(
+                f"{path}, {noun} {number}{label}: its image_id {shown(row.get('image_id'))} is the "
+                "id of no image: add the image, or remove the annotation"
+            )
+        yield f"{path}, {noun} {number}{label}", row
+
+
+def _coco_images(path: pathlib.Path, listed: Sequence[Any]) -> dict[str, Any]:
+    """Return the file name of each image in COCO's annotations, keyed by its id.
+
+    Raises ValueError if an id is missing, or if two images have the same one.
+    """
+    images = dict[str, Any]()
+    for image in map(_object, listed):
+        number, name = image.get("id"), image.get("file_name")
+        if number is None:
+            raise ValueError(
+                f"{path}: the image {shown(name)} has no id, so no annotation can name it: add its "
+                "id, or remove it"
+            )
+        if images.setdefault(str(number), name) != name:
+            raise ValueError(
+                f"{path}: the images {shown(images[str(number)])} and {shown(name)} both have the "
+                f"id {number}, so their captions cannot be told apart: number the images of joined "
+                "files anew"
+            )
+    return images
+
+
+def _columns(content: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the columns of a table in JSON, as from pandas and datasets, or {} if it is none."""
+    match content:
+        case {"columns": [*names], "data": [*table]} if table:  # pandas, with orient="split".
+            return dict(zip(map(str, names), zip(*table, strict=True), strict=True))
+        case {"schema": dict(), "data": [*table]} if all(isinstance(row, dict) for row in table):
+            return {name: [row.get(name) for row in table] for name in table[0]} if table else {}
+    if not name_column(content) or not all(isinstance(c, dict | list) for c in content.values()):
+        return {}
+    first = next(iter(content.values()))
+    rows = list(first) if isinstance(first, dict) else range(len(first))
+    if any(len(column) != len(rows) for column in content.values()):
+        return {}
+    with contextlib.suppress(KeyError):
+        return {name: [column[row] for row in rows] for name, column in content.items()}
+    return {}
 
 
 def _is_by_image(content: Mapping[str, Any]) -> bool:
@@ -182,7 +275,14 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else Alone({CAPTION: value})
+    """Return the cells of an object. The caption in LLaVA's layout is the only answer."""
+    match value:
+        case {"conversations": [*turns]} if CAPTION not in value:
+            said = [t.get("value") for t in turns if isinstance(t, dict) and t.get("from") == "gpt"]
+            return {**value, CAPTION: said[0]} if len(said) == 1 else value
+        case dict():
+            return value
+    return Alone({CAPTION: value})
 
 
 def _parquet(path: pathlib.Path) -> Iterator[Row]:
@@ -227,6 +327,6 @@ def _size(column: Any) -> int:
 
 READERS = {
     # Excel writes semicolons where a comma is the decimal point.
-    ".csv": lambda path: _separated(path, ",;\t"), ".tsv": lambda path: _separated(path, "\t"),
+    ".csv": lambda path: _separated(path, ",;|\t"), ".tsv": lambda path: _separated(path, "\t"),
     ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.files import remote
+from diffusion_jax.files import remote, untrusted
 
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
@@ -108,6 +108,16 @@ def is_hidden(path: str) -> bool:
     Examples are ".git/a.png", "._a.jpg" and "__MACOSX/a.jpg".
     """
     return _HIDDEN.search(path) is not None
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a file is a pointer of Git LFS, which stands for a file not downloaded.
+
+    A missing file is accepted.
+    """
+    with contextlib.suppress(FileNotFoundError), files.path(path).open("rb") as file:
+        if file.read(len(untrusted.POINTER)) == untrusted.POINTER:
+            raise ValueError(f"{os.fspath(path)} is {untrusted.IS_POINTER}")
 
 
 def warn_of_missing_shards(names: Sequence[str]) -> None:

@@ -189,15 +189,18 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
     names such as "byte 5120". The number of files behind damaged headers is a lower bound.
 
     Raises:
-        ValueError: the file is compressed or not a tar, or is damaged before the end of the first
-            file in it.
+        ValueError: the file is compressed, a pointer of Git LFS or not a tar, or is damaged before
+            the end of the first file in it.
     """
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
     with (
         files.path(path).open("rb") as file,
         tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar,
     ):
-        compressed = file.read(8).startswith(_COMPRESSED)
+        head = file.read(len(untrusted.POINTER))
+        if head == untrusted.POINTER:
+            raise ValueError(f"{path} is {untrusted.IS_POINTER}")
+        compressed = head.startswith(_COMPRESSED)
         tar.fileobj, tar.offset = file, file.seek(0)
         while not compressed:
             start = tar.offset
@@ -380,6 +383,12 @@ def find_stamped(path: str, inventory: Inventory) -> tuple[list[str], list[str]]
     """
     tars = [tar for name in expand(path) for tar in _listed(name, inventory)]
     stamps = storage.stamps(tars)
+    if any(stamps) and not all(stamps):
+        missing = [tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp]
+        raise FileNotFoundError(
+            f"{len(missing)} of the {len(tars)} tars {path} do not exist: copy {missing[0]}"
+            f"{' and others' * (len(missing) > 1)}, or name only tars that exist"
+        )
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
     return tars, stamps
 
@@ -421,6 +430,7 @@ def _wdinfo(path: str) -> list[str]:
 
     In the file, relative paths are relative to the file's folder.
     """
+    storage.refuse_pointer(path)
     try:
         info = _PlainUnpickler(io.BytesIO(files.path(path).read_bytes())).load()
         names = [str(name) for name in info["tar_files"]]

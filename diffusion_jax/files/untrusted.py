@@ -34,6 +34,9 @@ _PLUGINS = (
 _UNUSED = ("EPS", "MPEG")
 _PIXELS = 2**25  # An image of any size in bytes may have this many pixels,
 _PER_BYTE = 64  # and a larger one this many for each byte of its file.
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a pointer of Git LFS, a text that stands for a file not downloaded."""
+IS_POINTER = "a pointer of Git LFS, not the file: run git lfs pull in its repository"
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # An archive may also unpack to this many times its own size.
 _TEXT = 2**26  # The largest number of bytes of text to read from a device.
@@ -116,9 +119,11 @@ def decode(content: bytes, errors: str = "strict") -> str:
     """Decode text in UTF-8, or in UTF-16 with a byte order mark. Marks at the start are removed.
 
     `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
-    UTF-8. Raises ValueError if the text has another encoding or is compressed by gzip; the message
-    names the first bad byte.
+    UTF-8. Raises ValueError if the text has another encoding, is compressed by gzip or is a pointer
+    of Git LFS; the message names the first bad byte.
     """
+    if content.startswith(POINTER):
+        raise ValueError(IS_POINTER)
     if content.startswith(b"\x1f\x8b"):
         raise ValueError("compressed by gzip: decompress it, as with gzip -d")
     marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.config.settings import Text
-from diffusion_jax.data.captions import every
+from diffusion_jax.data.captions import Tags, every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.precache import encode, store
 from diffusion_jax.text import precomputed, registry
@@ -88,6 +88,16 @@ def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None
                 f"no caption of the data contains {word}, the word of text.learned_tokens: write "
                 f"captions such as 'a photo of {word}'"
             )
+        data = pictures.data
+        if data is not None and data.tag_drop_prob:
+            tags = Tags(keep=data.keep_tags)
+            for one in texts:
+                if any(word.lower() in tag.lower() for tag in tags.split(one)[1]):
+                    raise ValueError(
+                        f"data.tag_drop_prob={data.tag_drop_prob:g} leaves out {word}, the word of "
+                        f"text.learned_tokens, from captions such as {one!r:.60}: write it in the "
+                        "first tag and set data.keep_tags=1, or set data.tag_drop_prob=0"
+                    )
 
 
 def open_prompts(

@@ -113,14 +113,16 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
     restore.check_exists(restore.absolute(root), step)
     newest = restore.newest_sound(root, until=step)
     if step not in (None, newest):
-        raise restore.Damaged(
-            f"the checkpoint {run}@{step} is damaged: choose another of {restore.steps(root)}"
-        )
+        others = [other for other in restore.steps(root) if other != step]
+        advice = f"choose another of {others}" if others else f"the run {run} has no other"
+        raise restore.Damaged(f"the checkpoint {run}@{step} is damaged: {advice}")
     adds_lora = bool(_rank(config)) and not _rank(before)
     _adapt(config, f"{run}@{newest}", run)
     now = json.loads(json.dumps(systems.complete(config)))
     free = ("version", *_CHANGES, *runs.unread_text(now), *(["lora."] if adds_lora else []))
-    weights = f"--config.{'unet' if 'unet' in now else 'vae'}.weights={run}"
+    # A run that learned a word trained nothing else: its base holds the model.
+    base = before["unet"]["weights"] if before.get("text", {}).get("learned_tokens") else run
+    weights = f"--config.{'unet' if 'unet' in now else 'vae'}.weights={base}"
     if refused := settings_record.differences(before, now, free):
         raise ValueError(
             f"--continue_from={run} cannot change these settings ({refused}): use the stored "

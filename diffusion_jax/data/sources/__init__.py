@@ -21,7 +21,8 @@ from typing import Any
 from diffusion_jax.config import own_modules
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import decoding, engines
+from diffusion_jax.data import decoding, engines, storage
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.records import Records
@@ -203,6 +204,12 @@ def _with_prior(pictures: Pictures, data: Data, shapes: TaskShapes) -> Pictures:
         raise ValueError(
             f"data.prior is {data.prior!r}, but it cannot be combined with a mixture, moments or "
             "text embeddings: set data.prior to '', or use one source of pictures with captions"
+        )
+    names = storage.walk(data.prior, Inventory()) if storage.is_folder(data.prior) else ["x.jsonl"]
+    if not any(name.lower().endswith(".jsonl") for name in names):
+        raise ValueError(
+            f"data.prior is {data.prior!r}, a folder without a .jsonl with the prompts of its "
+            "pictures: name a folder that the command `sample` wrote"
         )
     # "drop" leaves out sheet.png, the overview that sampling writes. All fields are unknown.
     # Drawn pictures are opaque, so all of their pixels count.

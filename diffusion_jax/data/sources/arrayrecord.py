@@ -213,6 +213,7 @@ def _find(path: str) -> list[str]:
 
 
 def _open(path: str) -> array_record_module.ArrayRecordReader:
+    storage.refuse_pointer(path)
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
         raise ValueError(f"{path} is not a complete ArrayRecord file: write it again")

@@ -3,6 +3,7 @@
 The package `datasets` converts parquet and other formats to Arrow tables once, in its cache.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -226,6 +227,7 @@ def _open(path: pathlib.Path) -> Any:
     """
     import pyarrow
 
+    storage.refuse_pointer(path)
     as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     try:
         batches, unpacked = [], 0
@@ -257,12 +259,25 @@ def _load(place: str, split: str) -> Any:
         load = functools.partial(datasets.load_dataset, "parquet", data_files=tars.expand(place))
     if place.startswith(("/", ".", "~")) and not is_parquet and not pathlib.Path(place).exists():
         raise FileNotFoundError(f"no data at {place}: check the path")
-    storage.warn_of_missing_shards([str(file) for file in pathlib.Path(place).rglob("*.parquet")])
+    shards = [str(file) for file in pathlib.Path(place).rglob("*.parquet")]
+    storage.warn_of_missing_shards(shards)
+    for file in tars.expand(place) if is_parquet else shards:
+        storage.refuse_pointer(file)
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.
+        names = list[str]()
+        with contextlib.suppress(Exception):
+            names = datasets.get_dataset_config_names(place) if pathlib.Path(place).is_dir() else []
+        if names[1:]:
+            folder = next((n for n in names if (pathlib.Path(place) / n).is_dir()), "FOLDER")
+            raise ValueError(
+                f"{place} holds the data sets {', '.join(names)}: name the folder of one, as in "
+                f"{place}/{folder}"
+            ) from error
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"the package datasets cannot open {place}: {error}; check the path or name"
+            f"the package datasets cannot open {place}: {reason}; check the path or name"
         ) from error
     if not split:
         if len(opened) > 1:

@@ -1,5 +1,6 @@
 """Read folders of image files, whose texts are in files beside the images or in tables."""
 
+import collections
 import os
 import pathlib
 from collections.abc import Collection, Sequence
@@ -141,7 +142,10 @@ class Folder(Records):
         return [self._read(self._images[index]) for index in indices]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        return [_head(self._root / self._images[index]) for index in indices]
+        return [_part(self._root / self._images[index], 0) for index in indices]
+
+    def ends(self, indices: Sequence[int]) -> list[bytes]:
+        return [_part(self._root / self._images[index], -records.HEAD) for index in indices]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return the caption or embeddings of each image, without reading the images.
@@ -227,23 +231,46 @@ def masks_of(names: Sequence[str]) -> set[str]:
     return set(_beside(images, set(names), MASK).values())
 
 
-def _head(path: pathlib.Path) -> bytes:
+def _part(path: pathlib.Path, first: int) -> bytes:
+    """Return HEAD bytes of a file from the byte `first`, which counts from the end if negative."""
     with path.open("rb") as file:
+        if first < 0:
+            first += max(file.seek(0, os.SEEK_END), -first)
+        file.seek(first)
         return file.read(records.HEAD)
 
 
 def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:
     """Return the file with this suffix beside each image, keyed by image.
 
-    For NAME.jpg, this is NAME.txt or NAME.jpg.txt. A suffix in other case, as in NAME.TXT, is
-    accepted.
+    For NAME.jpg, this is NAME.txt or NAME.jpg.txt; for NAME.jpg.webp beside NAME.jpg, it is
+    NAME.jpg.webp.txt only. A suffix in other case, as in NAME.TXT, is accepted. Images without such
+    a file get the one whose name differs only in case or Unicode form, if there is just one.
     """
     lower = {name[: -len(suffix)] + suffix: name for name in names
              if name.lower().endswith(f".{suffix}")}  # fmt: skip
-    found = {}
+    if not lower:
+        return {}
+    whole = set(map(_folded, images))
+    found, rest = dict[str, str](), list[tuple[str, list[str]]]()
     for image in images:
-        for name in (f"{os.path.splitext(image)[0]}.{suffix}", f"{image}.{suffix}"):
-            if name in names or name in lower:
-                found[image] = name if name in names else lower[name]
-                break
-    return found
+        stem = os.path.splitext(image)[0]
+        stems = [image] if _folded(stem) in whole else [stem, image]
+        texts = [f"{stem}.{suffix}" for stem in stems]
+        if name := next((text for text in texts if text in names or text in lower), ""):
+            found[image] = name if name in names else lower[name]
+        else:
+            rest.append((image, texts))
+    free = metadata.unique(_folded, set(lower.values()) - set(found.values()))
+    claims = collections.defaultdict[str, list[str]](list)
+    for image, texts in rest:
+        forms = [form for text in texts if (form := _folded(text)) in free]
+        if forms:
+            claims[free[forms[0]]].append(image)
+    return found | {claiming[0]: text for text, claiming in claims.items() if not claiming[1:]}
+
+
+def _folded(path: str) -> str:
+    """Return the form of a path that is the same if the file has another case or Unicode form."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, metadata.folded(name))

@@ -1,6 +1,6 @@
 """Read the captions of a folder's images from tables, such as Hugging Face's metadata.jsonl.
 
-In most tables, a column (one of _FILES) holds the image's path relative to the table. In
+In most tables, a column (one of rows.FILES) holds the image's path relative to the table. In
 img2dataset's tables, the column "key" holds the image's name without suffix, and the image is in a
 folder with the table's stem, such as 00000 for 00000.parquet. In COCO's annotations ("coco"), the
 images may be in any folder.
@@ -12,7 +12,7 @@ import os
 import pathlib
 import posixpath
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from diffusion_jax.config.picture_fields import Field
@@ -24,7 +24,6 @@ SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
 }  # fmt: skip
 """The suffix of each kind of table in data.text."""
-_FILES, _KEY = ("file_name", "filename", "image", "path"), "key"
 
 
 class _Images:
@@ -33,13 +32,8 @@ class _Images:
     def __init__(self, root: pathlib.Path, images: Sequence[str]):
         self.paths = set(images)
         self._images, self._roots = images, (os.path.abspath(root), os.path.realpath(root))
-        self.by = functools.cache(self._by)
+        self.by = functools.cache(lambda form: unique(form, self._images))
         """by(form) maps form(path) to the path of each image, if no other path has this form."""
-
-    def _by(self, form: Callable[[str], str]) -> dict[str, str]:
-        forms = list(map(form, self._images))
-        counts = collections.Counter(forms)
-        return {f: i for f, i in zip(forms, self._images, strict=True) if counts[f] == 1}
 
     def path(self, folder: str, name: str) -> str:
         """Return the path, relative to the root, of a name in a table in `folder`.
@@ -49,7 +43,7 @@ class _Images:
         path = posixpath.join(folder, name)
         if path in self.paths:
             return path
-        path = posixpath.join(folder, name.strip().replace("\\", "/"))
+        path = posixpath.join(folder, _slashed(name))
         full = posixpath.normpath(posixpath.join(self._roots[0], path))
         for root in self._roots:
             if full.startswith(f"{root}/"):
@@ -129,23 +123,23 @@ def read(
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
     """Return the error message for tables without the name of an image. The place names `name`."""
-    same = [image for image in images if _base(image) == _base(name)]
-    ambiguous = f"several pictures have its name: {', '.join(same[:3])}"
+    match [image for image in images if _tail(1)(image) == _tail(1)(name)]:
+        case []:
+            reason = "it does not exist"
+        case [image]:
+            reason = f"the picture of its name is {image}"
+        case same:
+            reason = f"several pictures have its name: {', '.join(same[:3])}"
     return (
-        f"{place} names {rows.shown(name)}, but {ambiguous if same[1:] else 'it does not exist'}; "
-        "no other row with a caption names a picture either: write paths relative to the table"
+        f"{place} names {rows.shown(name)}, but {reason}; no other row with a caption names a "
+        "picture either: write paths relative to the table"
     )
 
 
 def _no_name(row: Mapping[str, Any]) -> str:
     if isinstance(row, rows.Alone):
         return f"is {rows.shown(row[rows.CAPTION])}, not an object"
-    return f"has no {_FILES[0]}, but only {', '.join(row) or 'an empty object'}"
-
-
-def name_column(row: Mapping[str, Any]) -> str:
-    """Return the column of a row that names an image, or "" if there is none."""
-    return next((name for name in (*_FILES, _KEY) if name in row), "")
+    return f"has no {rows.FILES[0]}, but only {', '.join(row) or 'an empty object'}"
 
 
 def _read_table(
@@ -164,12 +158,14 @@ def _read_table(
     folder, stem = posixpath.dirname(table), _stem(table)
     texts, column = collections.defaultdict[str, list[Any]](list), ""
     later: list[tuple[str, str, Any]] = []
+    depths = dict[str, int]()  # The number of parts of each name, with its folders.
     for place, row in (cells := rows.read(root / table)):
         columns.update(row)
-        if not column or (column != _KEY and column not in row):  # Rows of .jsonl may differ.
-            column = next((name for name in _FILES if name in row), column or name_column(row))
+        if not column or (column != rows.KEY and column not in row):  # Rows of .jsonl may differ.
+            found = (name for name in rows.FILES if name in row)
+            column = next(found, column or rows.name_column(row))
         if not column:
-            named = (other for other, later in cells if name_column(later))
+            named = (other for other, later in cells if rows.name_column(later))
             if table.lower().endswith(".jsonl") and (other := next(named, "")):
                 raise ValueError(
                     f"{place} {_no_name(row)}; {other} names an image: correct or remove the row"
@@ -177,7 +173,7 @@ def _read_table(
             inventory.add("table_without_file_name", [table])
             return {}, []
         name, cell = row.get(column), row.get(field)
-        if not (isinstance(name, str) and name) and not (column == _KEY and type(name) is int):
+        if not (isinstance(name, str) and name) and not (column == rows.KEY and type(name) is int):
             raise ValueError(
                 f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or "
                 "remove the row"
@@ -185,7 +181,7 @@ def _read_table(
         if cell is None and not (number and field in row):
             continue  # The image counts as one without a caption or number.
         text = _numeric(place, cell, number) if number else _caption(place, field, cell)
-        if column == _KEY:
+        if column == rows.KEY:
             image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
             image = images.path(folder, str(name))
@@ -193,13 +189,19 @@ def _read_table(
             texts[image].append(text)
         else:
             later.append((place, image or str(name), text))
+            depths[later[-1][1]] = _slashed(str(name)).removeprefix("./").count("/") + 1
     if column:
         inventory.add(TEXTS, [table])
-    if column != _KEY:
+    if column != rows.KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
-        for form in (_folded, _stem, _base):
-            if form is not _base or not texts:
-                later = _assign(texts, later, images, form)
+        for form in (folded, _stem, _folded_stem):
+            later = _assign(texts, later, images, form)
+        if not texts:  # The images may be in another folder, but in all folders that a row names.
+            parts = collections.defaultdict[int, list[Any]](list)
+            for row in later:
+                parts[depths[row[1]]].append(row)
+            rest = {depth: _assign(texts, parts[depth], images, _tail(depth)) for depth in parts}
+            later = [row for of_depth in rest.values() for row in of_depth]
     return texts, [(place, name) for place, name, _ in later]
 
 
@@ -247,9 +249,27 @@ def _stem(name: str) -> str:
     return posixpath.splitext(name)[0]
 
 
-def _folded(name: str) -> str:
+def _folded_stem(name: str) -> str:
+    return folded(_stem(name))
+
+
+def folded(name: str) -> str:
+    """Return the form of a name that is the same in other case or Unicode form."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def _base(name: str) -> str:
-    return _folded(posixpath.basename(name))
+def _slashed(name: str) -> str:
+    return name.strip().replace("\\", "/")
+
+
+@functools.cache
+def _tail(depth: int) -> Callable[[str], str]:
+    """Return the function that maps a path to its last `depth` parts, folded."""
+    return lambda name: "/".join(folded(name).split("/")[-depth:])
+
+
+def unique(form: Callable[[str], str], names: Collection[str]) -> dict[str, str]:
+    """Return {form(name): name} for the names whose form no other name has."""
+    forms = {name: form(name) for name in names}
+    counts = collections.Counter(forms.values())
+    return {form: name for name, form in forms.items() if counts[form] == 1}

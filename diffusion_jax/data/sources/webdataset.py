@@ -109,6 +109,13 @@ class WebDataset(Records):
         parts = [(tar, first, first + min(size, records.HEAD)) for tar, first, size in places]
         return storage.read_ranges(*zip(*parts, strict=True))
 
+    def ends(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the last HEAD bytes of each image, or the whole image if it is shorter."""
+        places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
+        skipped = [max(0, size - records.HEAD) for *_, size in places]
+        parts = [(t, at + n, at + size) for (t, at, size), n in zip(places, skipped, strict=True)]
+        return storage.read_ranges(*zip(*parts, strict=True))
+
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return the caption or embeddings of each record, without reading the images.
 

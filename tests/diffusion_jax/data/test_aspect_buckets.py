@@ -1,14 +1,17 @@
 """Aspect buckets: the shape of each batch, its pictures, and the area removed by cropping."""
 
 import io
+import struct
+import tarfile
+import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from diffusion_jax.config import shapes
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import aspect_buckets, pipeline, split
+from diffusion_jax.data import aspect_buckets, pipeline, records, split
 from diffusion_jax.data.decoding import crop, size_of
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.sources import open_pictures
@@ -55,6 +58,29 @@ def test_a_picture_goes_to_the_nearest_aspect_ratio(folder):
     # The border between 1:1 and 1:3 is at sqrt(3). Damaged pictures count as squares.
     near = np.array([[100, 173], [100, 174], [0, 0]])
     assert aspect_buckets.nearest(near, SHAPES).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("source", ["folder", "webdataset"])
+def test_the_orientation_of_a_png_may_follow_more_pixels_than_its_head_holds(tmp_path, source):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    chunk = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 600, 3), np.uint8)
+    Image.fromarray(pixels).save(png := io.BytesIO(), "png")
+    plain = png.getvalue()
+    assert len(plain) > 2 * records.HEAD
+    end = len(plain) - 12  # Before the last chunk.
+    members = {"a.png": plain, "b.png": plain[:end] + chunk + plain[end:], "c.png": plain[:90]}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members.items():
+            (tmp_path / name).write_bytes(content)
+            (tmp_path / name).with_suffix(".txt").write_text("x")
+            for file in (tmp_path / name, (tmp_path / name).with_suffix(".txt")):
+                tar.add(file, file.name)
+    path = tmp_path if source == "folder" else tmp_path / "a.tar"
+    sizes = open_pictures(Data(source, str(path)), 16).sizes(np.arange(3)).tolist()
+    assert sizes == [[100, 600], [600, 100], [100, 600]]
 
 
 def test_size_of_applies_the_exif_orientation():

@@ -165,6 +165,30 @@ def test_tags_are_shuffled_and_dropped_for_each_sample_alone():
     assert captions.chosen(["a,b , c"], 7, [0]) == ["a,b , c"]
     assert captions.chosen(["a, b, c"], 7, [0], Tags(drop_prob=1.0)) == [""]
     assert captions.chosen(["a, b, c"], 7, [0], Tags(keep=2, drop_prob=1.0)) == ["a, b"]
+    # Empty tags are no tags.
+    assert captions.chosen([", a,, b ,c, "], 7, [0], Tags(keep=2, drop_prob=1.0)) == ["a, b"]
+
+
+@pytest.mark.parametrize(
+    ("caption", "tags", "warned"),
+    [
+        ("a cat", Tags(shuffle=True), True),
+        ("a cat, asleep", Tags(shuffle=True), False),
+        ("a cat, asleep,, ", Tags(shuffle=True, keep=1), True),  # One tag has one order.
+        ("a cat, asleep", Tags(drop_prob=0.1, keep=1), False),
+        ("a cat, asleep", Tags(drop_prob=0.1, keep=2), True),
+    ],
+)
+def test_settings_of_tags_without_effect_are_warned_of(tmp_path, caplog, caption, tags, warned):
+    folder = digits.write_examples(tmp_path, 4, size=8)
+    for picture in folder.glob("*.png"):
+        picture.with_suffix(".txt").write_text(caption)
+    shuffle, keep, drop = tags
+    fields = {"shuffle_tags": shuffle, "keep_tags": keep, "tag_drop_prob": drop, "threads": 0}
+    data, mesh = Data("folder", str(folder), **fields), sharding.make_mesh(1, 1, 1)
+    run, opened = Run(steps=1, batch_size=4), sources.open_pictures(data, 8)
+    pipeline.training_batches(opened, lambda texts: {}, run, data, mesh).close()
+    assert ("change none of 4 captions" in caplog.text) == warned
 
 
 def test_training_shuffles_tags_and_the_held_out_pictures_keep_theirs(tmp_path):
@@ -206,6 +230,17 @@ def test_a_damaged_caption_makes_its_picture_unusable(tmp_path):
     damaged, text = Folder(folder, "txt,json:long").texts([0, 1])
     assert isinstance(damaged, Unusable) and str(damaged) == "broken_text: 7 is not a text"
     assert text.texts[1:] == ("b",)
+
+
+def test_half_a_character_in_json_is_named_and_not_taken_for_a_byte(tmp_path):
+    folder = digits.write_examples(tmp_path, 2, size=8)
+    (folder / "00000.json").write_text('{"long": "a \\ud83d"}')
+    (folder / "00001.json").write_bytes(b'{"long": "caf\\udce9"}')
+    half, byte = Folder(folder, "json:long").texts([0, 1])
+    assert str(half) == (
+        "broken_text: the text holds one half (U+D83D) of a character: write both halves"
+    )
+    assert str(byte).endswith("is not UTF-8 text (byte 0xe9)")
 
 
 def test_all_values_of_a_tf_example_feature_are_captions(tmp_path):

@@ -13,6 +13,9 @@ from diffusion_jax.data import sources, tars
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.guess import guess
 from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files.untrusted import POINTER as _POINTER
+
+POINTER = _POINTER.decode()
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,24 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
         ("00000.TXT", "\ufeffa cat", "txt"),
         ("meta_cap.json", '{"00000": {"caption": "a cat", "tags": "cat"}}', "coco:caption"),
         ("captions.json", '{"00000.png": "a cat"}', "coco:caption"),
+        ("metadata.csv", "sep=;\nfile_name;text\n00000.png;a cat\n", "csv:text"),
+        ("metadata.csv", "00000.png,a cat\n", "csv:caption"),
+        ("token.csv", "00000.png#0\ta cat\n00000.png#1\tit is asleep\n", "csv:caption"),
+        ("metadata.csv", ",file_name,text,,\n0,00000.png,a cat,,\n,,,,\n", "csv:text"),
+        ("results.csv", "image_name| comment_number| comment\n00000.png| 0| a cat", "csv:comment"),
+        ("pandas.json", '{"file_name": {"0": "00000.png"}, "text": {"0": "a cat"}}', "coco:text"),
+        ("columns.json", '{"image": ["00000.png"], "text": ["a cat"]}', "coco:text"),
+        ("split.json", '{"columns": ["text", "path"], "index": [0], "data": [["a cat", '
+         '"00000.png"]]}', "coco:text"),
+        ("index.json", '{"0": {"file_name": "00000.png", "text": "a cat"}}', "coco:text"),
+        ("table.json", '{"schema": {}, "data": [{"file_name": "00000.png", "text": "a cat"}]}',
+         "coco:text"),
+        ("llava.json", '[{"id": "x", "image": "00000.png", "conversations": [{"from": "human", '
+         '"value": "<image>"}, {"from": "gpt", "value": "a cat"}]}]', "coco:caption"),
+        ("00000.png.json", '{"category": "danbooru", "author": "a b", "tag_string": "a cat"}',
+         "json:tag_string"),
+        ("00000.json", '{"id": "7", "words": "a cat"}', "json:words"),
+        ("m.jsonl", '{"file_name": "00000.png", "hash": "a1", "\\u6587": "a cat"}', "jsonl:\u6587"),
         ("annotations.json", '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
          '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
     ],
@@ -98,6 +119,73 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
     opened = sources.open_records(data)
     assert (len(opened), every(first(data))[0]) == (1, "a cat")
     assert opened.left_out()["no_caption"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("captions.txt", "image,caption\n00000.png,a cat\n00001.png,b\n", "if it is one, rename"),
+        ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
+        ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
+        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "a .csv"),
+        ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
+        ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
+         r"--text=jsonl:caption \(caption holds objects, so write texts instead"),
+        ("m.csv", "file_name,hash\n00000.png,a1\n00001.png,b2\n", "hash: name .*--text=csv:hash"),
+        ("m.csv", "file_name,set\n00000.png,my set\n00001.png,my set\n", "--text=csv:set"),
+        ("m.csv", "00000.png,a cat,x\n", "begins with \"00000.png\" instead of names of columns"),
+        ("00000.json", '{"category": "danbooru", "author": "x"}', "--text=json:category"),
+        ("m.csv", f"{POINTER}1", "m.csv is a pointer of Git LFS, not the file: run git lfs pull"),
+        ("m.json", f"{POINTER}1", "m.json is a pointer of Git LFS, not the file: run git lfs pull"),
+        ("00000.json", f"{POINTER}1", "a .json is a pointer of Git LFS, not the file: run git lfs"),
+    ],
+)  # fmt: skip
+def test_captions_that_are_not_understood_are_an_error(bare, name, content, message):
+    (bare / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        guess(str(bare))
+    assert "\n" not in str(error.value)
+
+
+def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, plain, tmp_path):
+    (bare / "readme.txt").unlink()
+    members = {"png": (plain / "00000.png").read_bytes(), "txt": b"said"}
+    tars.write(tmp_path / "a.tar", [{tars.KEY: b"0", **members}])
+    assert guess(str(bare)) == Data("webdataset", str(bare), "txt", uncaptioned="drop")
+    (tmp_path / "a.tar").unlink()
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    image = pyarrow.array([{"bytes": members["png"], "path": None}], kind)
+    for text in (["said"], [b"said"]):
+        pyarrow.parquet.write_table(
+            pyarrow.table({"image": image, "text": text}), bare / "a.parquet"
+        )
+        assert guess(str(bare)) == Data("huggingface", str(bare), "text", uncaptioned="drop")
+
+
+def test_an_empty_tar_is_an_error_that_says_so(tmp_path):
+    tars.write(tmp_path / "a.tar", [])
+    with pytest.raises(ValueError, match=r"a\.tar holds no files: copy or write it again"):
+        guess(str(tmp_path))
+
+
+def test_texts_inside_objects_of_a_parquet_table_are_an_error(tmp_path):
+    image = pyarrow.array([{"bytes": b"x", "path": "p"}])
+    table = pyarrow.table({"image": image, "sentences": [[{"raw": "a cat"}]]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--text=sentences \(sentences holds objects, so write"):
+        guess(str(tmp_path / "a.parquet"))
+
+
+def test_numbers_of_classes_are_no_captions(tmp_path):
+    import datasets
+
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    rows = {"image": [{"bytes": b"x", "path": None}], "label": [1]}
+    datasets.Dataset.from_dict(rows, datasets.Features(kinds)).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"has no captions, but numbers of classes in label: add a"
+    ):
+        guess(str(tmp_path / "a.parquet"))
 
 
 def test_the_kind_of_captions_with_the_most_pictures_is_chosen(bare):

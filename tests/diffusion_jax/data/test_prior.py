@@ -70,6 +70,13 @@ def test_pictures_of_the_prior_are_never_held_out(folders):
     np.testing.assert_array_equal(training.loss_weights(rows), np.where(drawn, np.float32(0.25), 1))
 
 
+def test_a_prior_without_prompts_is_an_error_that_says_which_folder_to_name(folders):
+    with pytest.raises(
+        ValueError, match=r"data\.prior is .*, a folder without a \.jsonl .*`sample`"
+    ):
+        open_pictures(data(folders, prior=data(folders).path), 8)
+
+
 @pytest.mark.parametrize("fields", [{"source": "mixture"}, {"embeddings": (2, 3)}])
 def test_a_prior_with_a_mixture_or_embeddings_is_an_error(folders, fields):
     shapes = {k: v for k, v in fields.items() if k == "embeddings"}

@@ -81,6 +81,10 @@ def test_an_unclosed_quote_is_text_and_does_not_join_rows(tmp_path):
         '"Hi" he said',
         '"b',
     ]
+    # The column of ids tells that the text has two lines.
+    assert read(tmp_path, "p.csv", 'id,caption\n1,"open\n2 inches, wide"\n') == [
+        "open\n2 inches, wide"
+    ]
     # Ambiguous: two rows, or one row whose text has two lines.
     with pytest.raises(ValueError, match=r'tsv, line 2: a quote opens here .*\("1\\t\\"open"\)'):
         read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import io
+import json
 import os
 import re
 import tarfile
@@ -10,10 +11,13 @@ import threading
 
 import fsspec
 import pytest
+from PIL import Image
 
 from diffusion_jax import files
-from diffusion_jax.data import prompts, storage, tars
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import decoding, prompts, records, sources, storage, tars
 from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.files import untrusted
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -190,3 +194,30 @@ def test_a_folder_to_which_access_is_denied_is_an_error_and_not_a_file(monkeypat
     monkeypatch.setattr(fsspec.filesystem("memory"), "info", denied)
     with pytest.raises(OSError, match="memory://bucket/data: 403 Forbidden: check that the creden"):
         storage.is_folder("memory://bucket/data")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("webdataset", "a.tar"), ("arrayrecord", "a.array_record"), ("huggingface", "a.parquet"),
+     ("arrow", "a.arrow"), ("folder", "a.csv")],
+)  # fmt: skip
+def test_a_pointer_of_git_lfs_is_an_error_that_names_the_command(tmp_path, source, name):
+    (tmp_path / name).write_bytes(untrusted.POINTER + b"v1\noid sha256:0\nsize 5\n")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    path = str(tmp_path if source in ("arrow", "folder") else tmp_path / name)
+    with pytest.raises(
+        ValueError, match=f"{name} is a pointer of Git LFS, not .*: run git lfs pull"
+    ):
+        sources.open_records(Data(source, path, "csv:text" if source == "folder" else "txt"))
+
+
+def test_pointers_of_git_lfs_are_unusable_as_pictures_and_texts():
+    pointer = untrusted.POINTER + b"v1\n"
+    with pytest.raises(
+        decoding.Unusable, match=r"broken_image: it is a pointer .*: run git lfs pull"
+    ):
+        decoding.crop(pointer, (8, 8))
+    for text in ("txt", "json:x", "npy"):
+        error = records.read_text(pointer, text)
+        assert error.reason == "broken_text" and "run git lfs pull" in str(error)

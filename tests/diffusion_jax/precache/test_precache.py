@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -392,3 +393,20 @@ def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weigh
     assert 0.002 < manifest["largest_relative_error"] < 0.01
     assert manifest["least_cosine"] > 0.9999
     assert json.loads((tmp_path / "store" / "manifest.json").read_text()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("caption", "keep", "is_error"),
+    [("a <cat>, asleep", 0, True), ("asleep, a <CAT>", 1, True), ("a <cat>, asleep", 1, False)],
+)
+def test_the_learned_word_is_never_a_tag_that_is_dropped(tmp_path, caption, keep, is_error):
+    folder = digits.write_examples(tmp_path, 2, size=8)
+    for picture in folder.glob("*.png"):
+        picture.with_suffix(".txt").write_text(caption)
+    data = Data("folder", str(folder), tag_drop_prob=0.1, keep_tags=keep)
+    text, opened = Text("clip", learned_tokens="<cat>=d"), sources.open_pictures(data, 8)
+    encoder: Any = None  # It is not needed without a store.
+    if not is_error:
+        return lookup.check_captions(text, encoder, opened)
+    with pytest.raises(ValueError, match=r"tag_drop_prob=0\.1 leaves out <cat>, .*keep_tags=1"):
+        lookup.check_captions(text, encoder, opened)

@@ -316,6 +316,26 @@ def test_a_missing_run_or_step_and_a_reached_end_are_errors(stored, tmp_path):
         find(tmp_path / "b", tmp_path / "late", steps=0)
 
 
+def test_the_error_for_a_damaged_checkpoint_lists_the_other_ones(stored, tmp_path, monkeypatch):
+    steps = {str(stored): [2, 4]}
+    monkeypatch.setattr(restore, "steps", lambda root: steps.get(str(root.parent), []))
+    monkeypatch.setattr(restore, "newest_sound", lambda root, until=None: 2)
+    with pytest.raises(restore.Damaged, match=r"a@4 is damaged: choose another of \[2\]$"):
+        find(tmp_path / "b", f"{stored}@4")
+
+
+def test_a_run_that_learns_another_word_is_advised_to_start_from_its_base(stored, tmp_path):
+    values = json.loads((stored / runs.CONFIG).read_text())
+    values["text"]["learned_tokens"], values["unet"]["weights"] = "<cat>=d", "base"
+    (run := tmp_path / "run").mkdir()
+    (run / runs.CONFIG).write_text(json.dumps(values))
+    (run / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
+    with pytest.raises(
+        ValueError, match=r"from the weights alone with --config\.unet\.weights=base$"
+    ):
+        find(tmp_path / "b", run, text__learned_tokens="<dog>=d")
+
+
 def test_continuing_into_the_workdir_of_an_unrelated_run_is_an_error(stored, tmp_path):
     with pytest.raises(ValueError, match="holds a run that continues no other run"):
         find(stored, stored)

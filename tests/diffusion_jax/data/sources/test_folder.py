@@ -183,6 +183,33 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
     assert guess.guess(str(tmp_path)).text == "txt"
 
 
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        # The text of z.jpg is not that of z.jpg.webp.
+        (["z.jpg", "z.jpg.txt", "z.jpg.webp"], {"z.jpg": "z.jpg.txt"}),
+        (["z.jpg", "z.txt", "z.jpg.webp", "z.jpg.webp.txt"],
+         {"z.jpg": "z.txt", "z.jpg.webp": "z.jpg.webp.txt"}),
+        (["Z.JPG", "z.jpg.txt", "z.jpg.webp"], {"Z.JPG": "z.jpg.txt"}),
+        (["caf\u00e9.png", "cafe\u0301.txt"], {"caf\u00e9.png": "cafe\u0301.txt"}),
+        (["A.png", "a.TXT"], {"A.png": "a.TXT"}),
+        (["A.png", "a.png.txt"], {"A.png": "a.png.txt"}),
+        (["s/A.png", "S/a.txt", "s/b.png", "s/b.txt"], {"s/b.png": "s/b.txt"}),  # Two folders.
+        (["A.png", "a.png", "a.txt"], {"a.png": "a.txt"}),  # A.png has none.
+        (["A.png", "a.jpg", "A.Txt"], {"A.png": "A.Txt"}),
+        (["A.png", "B.png", "b.txt", "B.txt"], {"B.png": "B.txt"}),  # b.txt is left over.
+        (["Ab.png", "ab.txt", "aB.txt", "b.png", "b.txt"], {"b.png": "b.txt"}),  # Which of two?
+        (["\u00e9.png", "\u00c9.png", "e\u0301.txt", "z.png", "z.txt"], {"z.png": "z.txt"}),
+    ],
+)  # fmt: skip
+def test_a_picture_has_the_text_of_its_own_name(tmp_path, texts, expected):
+    for name in texts:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    records = Folder(tmp_path, uncaptioned="drop")
+    assert {record.name: record.text for record in records.read(range(len(records)))} == expected
+
+
 def test_the_error_for_heic_images_names_the_package_to_install(tmp_path):
     (tmp_path / "1.HEIC").touch()
     with pytest.raises(

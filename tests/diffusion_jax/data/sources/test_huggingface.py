@@ -175,6 +175,16 @@ def test_missing_shards_are_named_in_a_warning(written, tmp_path, caplog):
     assert f"only 1 of the 2 files {tmp_path}/clone/data/train-*-of-* exist: copy" in caplog.text
 
 
+def test_the_error_for_a_folder_of_several_data_sets_names_the_folder_of_one(written, tmp_path):
+    configs = "".join(f"- config_name: {n}\n  data_files: {n}/*.parquet\n" for n in ("b", "a"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in ("a", "b"):
+        shutil.copytree(written / "clone/data", tmp_path / name)
+    with pytest.raises(ValueError, match=rf"holds the data sets b, a: name .*{tmp_path}/b$"):
+        read("huggingface", tmp_path)
+    assert read("huggingface", f"{tmp_path}/b@train") == TRAIN
+
+
 def test_a_missing_local_folder_is_not_searched_on_the_hub(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere: check the path"):
         sources.open_records(Data("huggingface", f"{tmp_path}/nowhere@train", "text"))

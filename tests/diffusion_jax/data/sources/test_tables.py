@@ -110,6 +110,13 @@ def table(root, name, content):
     return Folder(root, text=f"{name.rpartition('.')[2]}:text", uncaptioned="drop")
 
 
+def test_a_caption_of_two_lines_is_read_as_pandas_writes_it(tmp_path):
+    images(tmp_path, "0.png", "1.png", "2.png")
+    content = 'file_name,text\n0.png,a fox\n1.png,"a snail\non a leaf, green"\n2.png,b\n'
+    expected = {"0.png": "a fox", "1.png": "a snail\non a leaf, green", "2.png": "b"}
+    assert texts(table(tmp_path, "m.csv", content)) == expected
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
     images(tmp_path, "a.png", "b.png")
@@ -140,6 +147,16 @@ def test_names_in_tables_match_images_despite_case_slashes_and_unicode_form(tmp_
     assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
 
 
+def test_names_without_suffix_match_images_despite_case_and_unicode_form(tmp_path):
+    images(tmp_path, "caf\u00e9.png", "B.png", "c.png", "c.jpg")
+    keys = {"cafe\u0301": "accent", "b": "case", "C": "which?"}
+    (tmp_path / "meta.json").write_text(json.dumps({k: {"text": v} for k, v in keys.items()}))
+    assert texts(Folder(tmp_path, "coco:text", "drop")) == {
+        "caf\u00e9.png": "accent",
+        "B.png": "case",
+    }
+
+
 def test_an_inexact_name_does_not_match_an_image_that_another_row_names(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
@@ -159,6 +176,27 @@ def test_images_are_searched_in_other_folders_if_none_is_beside_the_table(tmp_pa
     assert folder.inventory().first["row_without_image"] == [f"{tmp_path}/m.csv, line 3: b.png"]
 
 
+@pytest.mark.parametrize(
+    ("table_path", "name", "picture"),
+    [
+        ("m.csv", "train/0.png", "x/train/0.png"),
+        ("notes/m.csv", "train\\0.PNG", "train/0.png"),
+        ("notes/m.csv", "./0.png", "train/0.png"),
+        ("m.csv", "val/0.png", ""),  # It names another folder.
+        ("m.csv", "/data/train/0.png", ""),
+        ("m.csv", "C:\\train\\0.png", ""),
+    ],
+)
+def test_a_picture_found_in_another_folder_is_in_all_folders_that_the_row_names(
+    tmp_path, table_path, name, picture
+):
+    images(tmp_path, picture or "train/0.png", "z/1.png")
+    (tmp_path / table_path).parent.mkdir(exist_ok=True)
+    content = f"file_name,text\n{name},one\n1.png,two\n"
+    expected = {picture: "one", "z/1.png": "two"} if picture else {"z/1.png": "two"}
+    assert texts(table(tmp_path, table_path, content)) == expected
+
+
 def test_rows_can_name_their_images_in_different_columns(tmp_path):
     images(tmp_path, "a.png", "b.png", "c.png")
     rows = [{"image": "a.png", "file_name": "b.png"}, {"file_name": "c.png"}, {"image": "b.png"}]
@@ -175,6 +213,7 @@ def test_rows_can_name_their_images_in_different_columns(tmp_path):
     [
         ("a%20b.png", "it does not exist"),
         ("a.png", "several pictures have its name: x/a.png, y/a.png"),
+        ("val/a b.png", "the picture of its name is a b.png"),
     ],
 )
 def test_the_error_shows_a_path_if_no_row_names_an_image(tmp_path, name, reason):
@@ -251,6 +290,37 @@ def test_coco_captions_are_read_with_images_in_any_folder(tmp_path):
     (tmp_path / "annotations/list.json").write_text("[]")
     captions = texts(Folder(tmp_path, text="coco:caption"))
     assert captions["train2014/x_9.jpg"].texts == tuple(f"caption {i}" for i in range(5, 10))
+
+
+@pytest.mark.parametrize(
+    ("listed", "image_id", "message"),
+    [
+        ([(1, "a.png"), (1, "b.png")], 1, 'the images "a.png" and "b.png" both have the id 1, so'),
+        ([(1, "a.png"), ("1", "b.png")], 1, 'the images "a.png" and "b.png" both have the id 1, s'),
+        ([(1, "a.png"), (None, "b.png")], 1, 'the image "b.png" has no id, so no annotation can'),
+        (
+            [(1, "a.png")],
+            2,
+            r"annotation 1 \(id 5\): its image_id 2 is the id of no image: add the",
+        ),
+        ([(1, "a.png")], None, r"annotation 1 \(id 5\): its image_id null is the id of no image"),
+    ],
+)
+def test_coco_captions_without_exactly_one_image_are_an_error(tmp_path, listed, image_id, message):
+    images(tmp_path, "a.png", "b.png")
+    listed = [{"id": number, "file_name": name} for number, name in listed]
+    notes = [{"id": 5, "image_id": image_id, "caption": "x"}]
+    (tmp_path / "c.json").write_text(json.dumps({"images": listed, "annotations": notes}))
+    with pytest.raises(ValueError, match=message):
+        Folder(tmp_path, text="coco:caption")
+
+
+def test_coco_images_listed_twice_under_one_name_keep_all_their_captions(tmp_path):
+    images(tmp_path, "a.png")
+    listed = [{"id": number, "file_name": "a.png"} for number in (1, 1, 2)]
+    notes = [{"id": i, "image_id": i, "caption": f"{i}"} for i in (1, 2)]
+    (tmp_path / "c.json").write_text(json.dumps({"images": listed, "annotations": notes}))
+    assert texts(Folder(tmp_path, text="coco:caption"))["a.png"].texts == ("1", "2")
 
 
 @pytest.mark.parametrize(

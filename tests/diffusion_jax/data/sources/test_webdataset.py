@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import files
+from diffusion_jax.config import picture_fields
 from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
@@ -85,6 +86,24 @@ def test_a_tar_a_folder_and_a_brace_pattern_can_be_opened(tmp_path):
     assert records_of(WebDataset(f"{tmp_path}/s/shard-{{00..02}}.tar")) == whole
     assert records_of(WebDataset(f"{tmp_path}/s/shard-0{{2,0}}.tar")) == [whole[2], whole[0]]
     assert records_of(WebDataset(tmp_path / "s/shard-01.tar")) == whole[1:2]
+
+
+def test_the_error_for_some_missing_tars_names_the_first(tmp_path):
+    write_tar(tmp_path / "0.tar", {"1.jpg": b"1", "1.txt": b"one"})
+    with pytest.raises(FileNotFoundError) as error:
+        WebDataset(f"{tmp_path}/{{0..2}}.tar")
+    assert str(error.value) == (
+        f"2 of the 3 tars {tmp_path}/{{0..2}}.tar do not exist: copy {tmp_path}/1.tar and others, "
+        "or name only tars that exist"
+    )
+
+
+def test_the_error_for_keys_with_dots_says_where_a_key_ends(tmp_path):
+    tar = write_tar(tmp_path / "0.tar", {"s0.input.jpg": b"1", "s0.txt": b"one"})
+    with pytest.raises(
+        ValueError, match=r"rename the files that end in \.input\.jpg: in a tar, the"
+    ):
+        WebDataset(tar)
 
 
 def test_braces_expand_as_in_a_shell():
@@ -416,6 +435,43 @@ def test_files_of_separate_records_with_equal_keys_are_not_combined(tmp_path):
     records = WebDataset(tmp_path / "a.tar")
     assert records_of(records) == [(b"1", "2"), (b"5", "6"), (b"7", "8")]
     assert records.left_out() == {"duplicate_key": 3}  # The caption of a.jpg is ambiguous.
+
+
+@pytest.mark.parametrize(
+    ("names", "records", "left_out"),
+    [
+        ("1.jpg 1.txt 1.txt 2.jpg 2.txt", "02 34", {"second_caption": 1}),
+        ("1.jpg 1.txt 2.jpg 2.txt 1.txt 1.txt", "05 23", {"second_caption": 2}),  # tar -r
+        ("1.jpg 2.jpg 1.txt 2.txt 1.txt", "04 13", {"second_caption": 1}),
+        ("1.txt 1.webp 2.jpg 2.txt 1.txt", "14 23", {"second_caption": 1}),
+        ("1.txt 1.txt 1.jpg 2.jpg 2.txt", "21 34", {"second_caption": 1}),
+        ("1.jpg 1.txt 1.jpg 2.jpg 2.txt", "34", {"duplicate_key": 3}),
+        ("1.jpg 1.txt 1.jpg 1.txt 1.txt 2.jpg 2.txt", "56", {"duplicate_key": 5}),
+    ],
+)
+def test_of_captions_twice_in_a_tar_the_last_one_is_used(tmp_path, names, records, left_out):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, name in enumerate(names.split()):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    opened = WebDataset(tmp_path / "a.tar", uncaptioned="drop")
+    assert [(i.decode() + t) for i, t in records_of(opened)] == records.split()
+    assert opened.left_out() == left_out
+
+
+def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
+    members = [("1.jpg", b"x"), ("1.txt", b"a"), ("1.json", b'{"n": 1}'), ("2.jpg", b"y"),
+               ("2.txt", b"b"), ("2.json", b'{"n": 2}'), ("1.json", b'{"n": 3}')]  # fmt: skip
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    numbered = WebDataset(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    assert [(r.text, r.numbers["n"]) for r in numbered.read([0, 1])] == [("a", 3), ("b", 2)]
+    plain = WebDataset(tmp_path / "a.tar")  # Companions that occur twice do not matter.
+    assert records_of(plain) == [(b"x", "a"), (b"y", "b")] and plain.left_out() == {}
 
 
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
