@@ -43,7 +43,8 @@ def group_norm(
     if c % _CHANNELS or pixels % 2:
         raise ValueError(f"{c} channels and {pixels} pixels: give a multiple of 64, and of 2")
     flat = x.reshape(b, pixels, c)
-    return _normalize(flat, factor, offset, groups, eps, interpret).reshape(x.shape)
+    out: Array = _normalize(flat, factor, offset, groups, eps, interpret)
+    return out.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -5,10 +5,8 @@ This is base64_500m, with 524,897,540 parameters, but without precomputed text e
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
 text.weights is a folder with config.json, spiece.model, and the weights as safetensors or a pickle.
-Hugging Face hosts t5-11b as a pickle that includes the decoder. The following command does not need
-torch, and writes only the encoder, as 19.5 GB of safetensors:
-
-python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
+Hugging Face hosts t5-11b as a pickle of 45 GB that includes the decoder. It is read without torch,
+and only the encoder's 19.5 GB are kept.
 
 The frozen encoder has 4,864,791,552 parameters (9.7 GB in bfloat16). They are sharded over
 mesh.fsdp and not part of checkpoints. NeMo reports that training is 3 to 4 times slower with online

@@ -39,7 +39,6 @@ COMMANDS = {
     "coco": "sd_jax.prepare",
     "slurm": "launch.slurm --job=launch/jobs/quickstart_sweep.py --dry_run",
     "gke": "launch.gke --job=launch/jobs/base64_500m.py --dry_run",
-    "text": "diffusion_jax.text",
     "start": "imagen_jax.start --data=D/images --out=D/new.py",
     "sd_start": "sd_jax.start --data=D/images --out=D/new.py",
     "weights": "sd_jax.weights convert --from=D/file --to=D/converted",
@@ -203,8 +202,6 @@ slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | choose GPUs for Slurm
 slurm --job.accelerator=h100:12 --job.workdir=/shared/x | each host has 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator
 gke --job.image=x --job.workdir=/shared/x | choose a folder in a bucket
-text convert D/none D/out2 | D/none
-text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures

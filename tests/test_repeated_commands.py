@@ -18,12 +18,10 @@ from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import merge, reshard
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.examples.digits import rendering as digits
-from diffusion_jax.text import convert as text_convert
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.weights import restore
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
-from tests.diffusion_jax.weights import torch_writer
 from tests.imagen_jax import commands
 from tests.imagen_jax.cases import random_weights
 
@@ -113,7 +111,6 @@ COMMANDS = {
     "averages": Command(
         lambda inputs, out: averages.write(str(inputs / "run"), "0.07", None, str(out)), weights
     ),
-    "text convert": Command(lambda i, out: text_convert.convert(i / "text", out), contents),
     "digits": Command(lambda i, out: digits.write_examples(out, 3, size=8), visible),
     "reshard": Command(write_shards, visible),
     "merge": Command(
@@ -140,10 +137,6 @@ def inputs(tmp_path_factory):
     arrays = {nemo.PREFIX + name: np.ascontiguousarray(array) for name, array in state.items()}
     safetensors.numpy.save_file(arrays, folder / "nemo.safetensors")
     convert.to_workdir(folder / "nemo.safetensors", tiny(), folder / "run")
-    (folder / "text").mkdir()
-    weights = {f"layer{i}.weight": np.full((4, 4), i, np.float32) for i in range(3)}
-    torch_writer.save(folder / "text" / "pytorch_model.bin", weights)
-    (folder / "text" / "config.json").write_text("{}")
     digits.write_examples(folder / "digits.tar", 10, size=8, format="webdataset")
     embeddings = ({tars.KEY: f"{i:05}".encode(), "npy": b"x"} for i in range(10))
     tars.write(folder / "embeddings.tar", embeddings)
