@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import imagen_jax
 from diffusion_jax import runs
@@ -12,7 +13,7 @@ from diffusion_jax.config import versions
 from diffusion_jax.examples.emoji.rendering import BACKGROUNDS
 from tests.imagen_jax.commands import ROOT
 
-FOLDER = ROOT / "models" / "emoji32"
+FOLDER, ENLARGER = ROOT / "models" / "emoji32", ROOT / "models" / "emoji64_sr"
 # The colours in the middle of its training pictures.
 HEARTS = {"red": (244, 67, 54), "yellow": (251, 192, 45)}
 
@@ -38,18 +39,38 @@ def test_the_shipped_model_draws_hearts_in_the_requested_colours():
     assert hearts == [heart for heart, _ in combinations]
 
 
-def test_the_shipped_config_is_current_and_the_model_opens_without_a_log_line(caplog):
-    written = json.loads((FOLDER / "config.json").read_text())
+@pytest.mark.parametrize("folder", [FOLDER, ENLARGER], ids=lambda folder: folder.name)
+def test_the_shipped_config_is_current_and_the_model_opens_without_a_log_line(folder, caplog):
+    written = json.loads((folder / "config.json").read_text())
     with caplog.at_level("INFO", logger="absl"):
-        current = {"version": versions.VERSION, **runs.load(FOLDER)}
-    # To mend it: pack models/emoji32 again (diffusion_jax.pack), and copy the new config.json.
+        current = {"version": versions.VERSION, **runs.load(folder)}
+    # To mend it: pack the model again (diffusion_jax.pack), and copy the new config.json.
     assert written == current and not caplog.records
 
 
-def test_the_packed_model_is_small_and_holds_no_absolute_path():
-    paths = [FOLDER / "README.md", FOLDER / "config.json", *FOLDER.glob("checkpoints/**/*")]
+@pytest.mark.parametrize(
+    ("folder", "size"), [(FOLDER, 10e6), (ENLARGER, 4e6)], ids=["emoji32", "emoji64_sr"]
+)
+def test_the_packed_model_is_small_and_holds_no_absolute_path(folder, size):
+    paths = [folder / "README.md", folder / "config.json", *folder.glob("checkpoints/**/*")]
     files = [path for path in paths if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 10e6
+    assert sum(path.stat().st_size for path in files) < size
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors", ".txt"}
-    written = (FOLDER / "config.json").read_text()
+    written = (folder / "config.json").read_text()
     assert str(pathlib.Path.home()) not in written and '"/' not in written
+
+
+@pytest.mark.gate
+@pytest.mark.slow
+def test_the_shipped_cascade_sharpens_the_small_picture_and_keeps_its_content():
+    prompts = [f"a {heart} heart, noto style, on a white background" for heart in HEARTS]
+    small = imagen_jax.load(FOLDER).draw(prompts).images
+    large = imagen_jax.load(FOLDER, ENLARGER).draw(prompts).images
+    assert small.shape[1:] == (32, 32, 3) and large.shape[1:] == (64, 64, 3)
+    means = large.reshape(-1, 32, 2, 32, 2, 3).mean((2, 4))
+    assert np.abs(means - small).mean() < 8  # Of 255. Two different hearts differ by 26.
+    enlarged = [
+        Image.fromarray(image).resize((64, 64), Image.Resampling.BICUBIC) for image in small
+    ]
+    steepest = lambda images: np.abs(np.diff(np.asarray(images, float), axis=2)).max((1, 2, 3))
+    assert (steepest(large) > 1.1 * steepest(np.stack(enlarged))).all()
