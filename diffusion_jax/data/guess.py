@@ -111,6 +111,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     "caption beside it: move each text into the folder of its picture"
                 )
             if _names(file, sorted(image.name for image in images)):
+                if kind(file) == "json" and _parsed(file.read_bytes()):
+                    list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
                 raise ValueError(
                     f"{file} names pictures, but no captions were found in it: write a .csv with "
                     "the columns file_name and caption (if it is one, rename it), or move the file "

@@ -127,7 +127,11 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
         ("captions.txt", "image,caption\n00000.png,a cat\n00001.png,b\n", "if it is one, rename"),
         ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
         ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
-        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "a .csv"),
+        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "m.json holds {"),
+        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 1, "file_name": '
+         '"00001.png"}], "annotations": []}', '"00000.png" and "00001.png" both have the id 1'),
+        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 2, "file_name": '
+         '"00001.png"}], "annotations": [{"image_id": 3, "caption": "a cat"}]}', "image_id 3 is"),
         ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
         ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
          r"--text=jsonl:caption \(caption holds objects, so write texts instead"),
