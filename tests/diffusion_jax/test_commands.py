@@ -48,6 +48,7 @@ def test_help_of_every_command_ends_with_exit_code_0_and_lists_its_flags(package
     assert [name for name, one in ended.items() if one.code or not one.out] == []
     flagless = [n for n, one in ended.items() if not re.search("^  +(-|{)", one.out, re.MULTILINE)]
     assert flagless == []
+    assert [name for name, one in ended.items() if "usage: __main__.py" in one.out] == []
 
 
 def test_log_lines_show_the_time_and_the_level_of_warnings():
