@@ -265,12 +265,16 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
                 others[name] = None
     if first := [*rows.likely(texts), *(name for name in texts if _are_captions(texts[name]))][:1]:
         return ":".join(filter(None, (kind, *first)))
-    if unclear := [*others, *texts]:
-        example = ":".join(filter(None, (kind, unclear[0])))
+    example = ":".join(filter(None, (kind, *list(texts)[:1])))
+    if others:
+        errors.append(ValueError(
+            f"{place} holds objects in the field {next(iter(others))}: write a text, or a list of "
+            "texts" + f", or name another field, as in --text={example}" * bool(texts)
+        ))  # fmt: skip
+    elif texts:
         errors.append(ValueError(
             f"{place} has no field of captions, as far as its names and values tell, but "
-            f"{', '.join(unclear[:8])}: name the captions' field, as in --text={example}"
-            + (f" ({unclear[0]} holds objects, so write texts instead)" if others else "")
+            f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}"
         ))  # fmt: skip
     return ""
 
