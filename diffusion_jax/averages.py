@@ -38,7 +38,6 @@ from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import finetune, new_run, power_averages, restore
 
 _TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
-flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 def describe(workdir: str, step: int | None = None) -> str:

@@ -173,7 +173,9 @@ def interruptible() -> Iterator[None]:
 def _in_words(message: str) -> str:
     """Replace the wording of Python and absl for an invalid number and for missing flags."""
     if missing := re.findall(r"flag --(\w+)=None: Flag .* other than None\.", message):
-        abouts = {name: flags.FLAGS[name].help.strip(".").replace("\n", " ") for name in missing}
+        # Absl adds to the help of repeated flags, after ";\n", that they may be repeated.
+        helps = {name: flags.FLAGS[name].help.partition(";\n")[0] for name in missing}
+        abouts = {name: text.strip(".").replace("\n", " ") for name, text in helps.items()}
         named = (f"--{name} is missing: {a[0].lower()}{a[1:]}" for name, a in abouts.items())
         return "; ".join(named)
     message = re.sub(

@@ -42,7 +42,6 @@ from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import finetune, restore
 
 _SEED = 0  # The seed of the noise, independent of the run's seed.
-flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 class HeldOutRecords(NamedTuple):

@@ -32,8 +32,6 @@ from diffusion_jax.files import checksums
 from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 
-flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
-
 
 def pack(
     workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = ""

@@ -35,7 +35,6 @@ _SIDE = 16  # Pictures are compared at this side in pixels.
 _COMPARED = 10_000  # The largest number of training pictures among which the nearest is sought.
 _MEMORISES, _BEGINS = 1.5, 1.1  # Ratios of the held-out loss to the training loss.
 _COPIES = 0.5  # Ratio of the distances of drawn and of held-out pictures to training pictures.
-flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 class _Pixels:

@@ -111,6 +111,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     "caption beside it: move each text into the folder of its picture"
                 )
             if _names(file, sorted(image.name for image in images)):
+                if kind(file) == "json" and _parsed(file.read_bytes()):
+                    list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
                 raise ValueError(
                     f"{file} names pictures, but no captions were found in it: write a .csv with "
                     "the columns file_name and caption (if it is one, rename it), or move the file "
@@ -263,12 +265,16 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
                 others[name] = None
     if first := [*rows.likely(texts), *(name for name in texts if _are_captions(texts[name]))][:1]:
         return ":".join(filter(None, (kind, *first)))
-    if unclear := [*others, *texts]:
-        example = ":".join(filter(None, (kind, unclear[0])))
+    example = ":".join(filter(None, (kind, *list(texts)[:1])))
+    if others:
+        errors.append(ValueError(
+            f"{place} holds objects in the field {next(iter(others))}: write a text, or a list of "
+            "texts" + f", or name another field, as in --text={example}" * bool(texts)
+        ))  # fmt: skip
+    elif texts:
         errors.append(ValueError(
             f"{place} has no field of captions, as far as its names and values tell, but "
-            f"{', '.join(unclear[:8])}: name the captions' field, as in --text={example}"
-            + (f" ({unclear[0]} holds objects, so write texts instead)" if others else "")
+            f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}"
         ))  # fmt: skip
     return ""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import resource
 import socket
 from typing import Any
@@ -44,6 +45,7 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
         application, log_level="warning", http=Bounded, ws="none",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )  # fmt: skip
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cut_off)
     server = uvicorn.Server(config)
     start = server.startup
 
@@ -54,6 +56,12 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
 
     server.startup = start_and_print
     server.run(sockets=[listening])
+
+
+def _is_no_cut_off(record: logging.LogRecord) -> bool:
+    """Return False for the records about a response that the end of the server cuts off."""
+    cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and "graceful shutdown exceeded" not in str(record.msg)
 
 
 class Bounded(H11Protocol):

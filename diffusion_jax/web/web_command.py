@@ -3,12 +3,14 @@
 import ipaddress
 import re
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from logging import LogRecord
 
 from absl import flags, logging
 
-from diffusion_jax import cli, files
+from diffusion_jax import cli, exits, files
+from diffusion_jax.devices import stop_signals
 from diffusion_jax.draw import option_flags
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Options, Values
@@ -64,7 +66,11 @@ def command(package: str, load: Callable[[Sequence[str], Values], Model], option
         hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
         query = f"?token={token}" if token else ""
         address = f"http://{in_address(host.value)}:{listening.getsockname()[1]}{root}/{query}"
-        listener.serve(server.app(site, hosts, token), listening, f"open {address}")
+        try:
+            listener.serve(server.app(site, hosts, token), listening, f"open {address}")
+        except KeyboardInterrupt:  # If the queue's thread compiles, Python's own end would abort.
+            print("stopped by Ctrl-C", file=sys.stderr)
+            stop_signals.end(exits.INTERRUPTED)
 
     cli.run(main)
 

@@ -43,9 +43,12 @@ def test_an_unknown_command_is_an_error_that_suggests_a_similar_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["imagen_jax", "sd_jax", "diffusion_jax"])
-def test_help_of_every_command_ends_with_exit_code_0(package):
+def test_help_of_every_command_ends_with_exit_code_0_and_lists_its_flags(package):
     ended = {name: processes.run(name, "--help", devices=1) for name in commands.find(package)}
     assert [name for name, one in ended.items() if one.code or not one.out] == []
+    flagless = [n for n, one in ended.items() if not re.search("^  +(-|{)", one.out, re.MULTILINE)]
+    assert [n for n in flagless if n != "diffusion_jax.reference"] == []  # It takes no flags.
+    assert [name for name, one in ended.items() if "usage: __main__.py" in one.out] == []
 
 
 def test_log_lines_show_the_time_and_the_level_of_warnings():

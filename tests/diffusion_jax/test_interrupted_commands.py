@@ -59,6 +59,25 @@ def test_a_command_in_the_background_keeps_ignoring_ctrl_c(tmp_path):
     assert python(tmp_path, "-m", "diffusion_jax.pack", ignored=True).stdout == "went on\n"
 
 
+PAGE = """
+import atexit
+from diffusion_jax.web import listener, web_command
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+listener.serve = interrupted
+atexit.register(print, "shut down")
+web_command.command("imagen_jax", lambda *arguments: None, {})
+"""
+
+
+def test_ctrl_c_ends_the_page_at_once_because_a_thread_may_be_compiling(tmp_path):
+    model = f"--workdir={ROOT / 'models' / 'emoji32'}"
+    ended = python(tmp_path, "-c", PAGE, model, "--port=0")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
 def swallowed(phase, info):
     """Receive Ctrl-C in a callback whose exceptions Python ignores."""
     gc.callbacks.remove(swallowed)

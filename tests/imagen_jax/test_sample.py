@@ -139,6 +139,9 @@ def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, argumen
 def test_missing_flags_are_named_with_their_meaning(trained):
     ended = commands.run("sample", f"--workdir={trained}", "--prompt=a")
     assert (ended.code, ended.err) == (2, "error: --out is missing: the folder to write to\n")
+    ended = commands.run("sample", f"--out={trained}", "--prompt=a")
+    repeated = "--workdir is missing: the workdir of a training run; repeat it for a cascade"
+    assert (ended.code, ended.err) == (2, f"error: {repeated}\n")
     both = "--workdir is missing: the folder of this run; created if needed; --config is missing: "
     ended = commands.run("train")
     assert ended.code == 2 and ended.err.startswith(f"error: {both}"), ended.err

@@ -159,7 +159,8 @@ class _OneLine(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLine(description="Prepare data sets; docs/data.md shows how.")
+    command = "python -m diffusion_jax.data.prepare"
+    parser = _OneLine(command, description="Prepare data sets; docs/data.md shows how.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, help):

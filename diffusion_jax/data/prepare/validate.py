@@ -38,7 +38,7 @@ class _Facts(NamedTuple):
     reason: str
     name: str
     detail: str = ""
-    """The message about a number that is unusable."""
+    """The message of the error that makes the record unusable. It begins with the reason."""
     width: int = 0
     height: int = 0
     lengths: tuple[int, ...] = ()
@@ -165,7 +165,7 @@ def _write_part(records: Records, parts: _Parts, fields: Sequence[Field], number
         "lengths": count(length for f in good for length in f.lengths),
         "num_words": count(len(words) for f in good for words in f.words),
         "words": count(word for f in good for words in f.words for word in words),
-        "first": [f"{f.name}: {f.detail or f.reason}" for f in bad[:_NAMED]],
+        "first": [f"{f.name}: {f.detail}" for f in bad[:_NAMED]],
     }
     files.write_whole(parts.counts(number), json.dumps(counts))
 
@@ -251,13 +251,12 @@ def _draw(length: int, num: int, seed: int) -> Sequence[int]:
 def _look(record: Record, fields: Sequence[Field]) -> _Facts:
     text = record.text
     if isinstance(text, decoding.Unusable):
-        return _Facts(text.reason, record.name)
+        return _Facts(text.reason, record.name, str(text))
     try:
         decoding.crop(record.image, (64, 64))
         checked_numbers(record, fields)
     except decoding.Unusable as error:
-        detail = str(error) if error.reason == "broken_number" else ""
-        return _Facts(error.reason, record.name, detail)
+        return _Facts(error.reason, record.name, str(error))
     with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
     texts = captions.every(text)

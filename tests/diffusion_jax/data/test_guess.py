@@ -127,10 +127,16 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
         ("captions.txt", "image,caption\n00000.png,a cat\n00001.png,b\n", "if it is one, rename"),
         ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
         ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
-        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "a .csv"),
+        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "m.json holds {"),
+        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 1, "file_name": '
+         '"00001.png"}], "annotations": []}', '"00000.png" and "00001.png" both have the id 1'),
+        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 2, "file_name": '
+         '"00001.png"}], "annotations": [{"image_id": 3, "caption": "a cat"}]}', "image_id 3 is"),
         ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
         ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
-         r"--text=jsonl:caption \(caption holds objects, so write texts instead"),
+         "m.jsonl holds objects in the field caption: write a text, or a list of texts$"),
+        ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}, "set": "b"}',
+         "a list of texts, or name another field, as in --text=jsonl:set$"),
         ("m.csv", "file_name,hash\n00000.png,a1\n00001.png,b2\n", "hash: name .*--text=csv:hash"),
         ("m.csv", "file_name,set\n00000.png,my set\n00001.png,my set\n", "--text=csv:set"),
         ("m.csv", "00000.png,a cat,x\n", "begins with \"00000.png\" instead of names of columns"),
@@ -172,7 +178,7 @@ def test_texts_inside_objects_of_a_parquet_table_are_an_error(tmp_path):
     image = pyarrow.array([{"bytes": b"x", "path": "p"}])
     table = pyarrow.table({"image": image, "sentences": [[{"raw": "a cat"}]]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"--text=sentences \(sentences holds objects, so write"):
+    with pytest.raises(ValueError, match="parquet holds objects in the field sentences: write"):
         guess(str(tmp_path / "a.parquet"))
 
 

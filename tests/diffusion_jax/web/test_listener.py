@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -135,13 +136,14 @@ def test_a_request_with_two_lengths_is_an_error_that_closes_its_connection(addre
     assert response.startswith("HTTP/1.1 400 ") and "hello" not in response
 
 
-def serve(port):
+def serve(port, errors):
+    sys.stderr = errors.open("w")
     listener.serve(hello, listener.bind("127.0.0.1", port), "opened")
 
 
-def test_sigterm_ends_a_server_with_an_open_stream():
+def test_sigterm_ends_a_server_with_an_open_stream_without_a_word(tmp_path):
     port = processes.free_port()
-    process = commands.fork(serve, port)
+    process = commands.fork(serve, port, tmp_path / "errors")
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline and process.is_alive()
@@ -154,3 +156,4 @@ def test_sigterm_ends_a_server_with_an_open_stream():
         process.terminate()
         process.join(60)
     assert process.exitcode == -signal.SIGTERM
+    assert (tmp_path / "errors").read_text() == ""
