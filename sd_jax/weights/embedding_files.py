@@ -7,6 +7,7 @@ its suffix.
 
 import base64
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
@@ -94,7 +95,8 @@ def split(paths: str) -> list[str]:
 
     Commas separate paths. The path of a file may contain commas, too.
     """
-    is_file = lambda path: any(files.path(p).is_file() for p in (path, path.rpartition(":")[0]))
+    # A strength has no comma.
+    is_file = lambda path: any(files.path(p).is_file() for p in (path, re.sub(":[^,]*$", "", path)))
     parts, found = paths.split(","), []
     while parts:
         joined = [",".join(parts[:n]) for n in range(len(parts), 1, -1)]
