@@ -151,7 +151,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
             "--config.steps, the step at which training ends"
         )
     entries = [e["config"] for e in manifest.read_manifest(run) if e["first_step"] < newest]
-    least = min(config["data"].get("heldout", 0.0) for config in (before, *entries))
+    least = min(c.get("data", {}).get("heldout", 0.0) for c in (before, *entries))
     changed = settings_record.changed_fields(before, now, ("version",))
     less_heldout = least if now["data"]["heldout"] > least else None
     return ContinuedRun(run, newest, changed, adds_lora, less_heldout)
