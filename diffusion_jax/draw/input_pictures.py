@@ -113,8 +113,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 Picture = Image.Image | np.ndarray | str | os.PathLike[str]
-"""A picture of Pillow, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path.
-"""
+"""A Pillow image, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path."""
 
 
 def opened(image: Picture | None, mask: Picture | None) -> InputPictures | None:
@@ -164,7 +163,7 @@ def _from_array(pixels: Any, name: str) -> Image.Image:
         pass
     words = f"{pixels.dtype}{list(pixels.shape)}" if hasattr(pixels, "dtype") else repr(pixels)
     raise ValueError(
-        f"{name} is {words[:60]}: give a path, a picture of Pillow or an array uint8 [H, W, 3]"
+        f"{name} is {words[:60]}: give a path, a Pillow image or an array uint8 [H, W, 3]"
     )
 
 

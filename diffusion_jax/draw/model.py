@@ -169,7 +169,7 @@ class Model:
             num_images: The number of pictures of each prompt, which follow one another.
             progress: Called at each evaluation of the network with the predicted images and their
                 noise level.
-            image: The picture that all prompts draw over (image-to-image): a picture of Pillow, an
+            image: The picture that all prompts draw over (image-to-image): a Pillow image, an
                 array uint8 [H, W, 3] such as `drawing[0]`, or a path. Likewise `mask`, `low_res`.
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
@@ -189,7 +189,7 @@ class Model:
         over = input_pictures.opened(image, mask)
         small = None
         if low_res is not None:
-            small = input_pictures.upright(low_res, "RGB", "the picture to enlarge")
+            small = input_pictures.upright(low_res, "RGB", "low_res")
         values = {**values, **self._size_of(over and over.images[0], values)}
         for name in values:
             if name in self.options and self.options[name].at_load:

@@ -37,7 +37,7 @@ def read_averages_from(workdir: str | os.PathLike[str]) -> int:
 def read_widths_from(workdir: str | os.PathLike[str]) -> dict[float, int]:
     """Return the step at which each power-function average of a run began, keyed by its width.
 
-    It is the step of the start since which the config of every start has this width.
+    It is the first of the latest consecutive starts whose configs have this width.
     """
     begun: dict[float, int] = {}
     for entry in read_manifest(workdir):

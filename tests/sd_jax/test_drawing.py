@@ -179,7 +179,7 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
         ({"seed": -1}, "the seed is -1: it must be"),
         ({"seed": 1, "seeds": [2]}, r"seed=1 and seeds=\[2\] exclude each other"),
         ({"num_images": 0}, "num_images is 0: it must be above 0"),
-        ({"image": 5}, "the image is 5: give a path, a picture of Pillow or an array uint8"),
+        ({"image": 5}, "the image is 5: give a path, a Pillow image or an array uint8"),
         ({"image": np.zeros((4, 4, 3))}, r"the image is float64\[4, 4, 3\]: give a path"),
         ({"image": "none.png"}, r"^image=none.png cannot be opened: \[Errno 2\]"),
         ({"lora": "a.pt"}, r"lora cannot change after loading: pass it to load\(\)"),
