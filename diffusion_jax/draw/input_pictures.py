@@ -154,8 +154,8 @@ def upright(image: Picture, mode: str, name: str) -> Image.Image:
 
 
 def _from_array(pixels: Any, name: str) -> Image.Image:
-    if isinstance(pixels, np.ndarray) and pixels.dtype == bool:
-        pixels = np.uint8(255) * pixels
+    if getattr(pixels, "dtype", None) == np.bool_:
+        pixels = np.uint8(255) * np.asarray(pixels)
     try:
         if pixels.dtype == np.uint8:
             return Image.fromarray(np.asarray(pixels))

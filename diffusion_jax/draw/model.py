@@ -555,8 +555,9 @@ def _paired(
     if seed is not None and seeds is not None:
         raise ValueError(f"seed={seed} and seeds={seeds} exclude each other: leave one out")
     ranges.check_value("num_images", num_images, ranges.Count)
-    first = seed or 0 if seeds is None else seeds
-    texts, numbers = _listed(prompts), _listed(first)
+    first: Any = seed or 0 if seeds is None else seeds
+    texts: list[Any] = list(prompts) if _is_list(prompts) else [prompts]
+    numbers = list(first) if _is_list(first) else [first]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"the prompt {wrong[0]!r} is not a text: give a string, or a list of them")
     if wrong := [n for n in numbers if isinstance(n, bool) or not hasattr(n, "__index__")]:
@@ -565,7 +566,7 @@ def _paired(
         )
     texts = [text for text in texts for _ in range(num_images)]
     numbers = [operator.index(number) for number in numbers]
-    if not isinstance(first, Iterable):
+    if not _is_list(first):
         numbers = [numbers[0] + n for n in range(len(texts))]
     texts = texts * len(numbers) if len(texts) == 1 else texts
     if not texts or len(texts) != len(numbers):
@@ -577,9 +578,9 @@ def _paired(
     return texts, numbers
 
 
-def _listed(values: Any) -> list[Any]:
-    several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
-    return list(values) if several else [values]
+def _is_list(value: Any) -> bool:
+    is_scalar = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not is_scalar
 
 
 def _in_words(stage: Stage) -> str:
