@@ -150,14 +150,14 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line.
+    """Make Ctrl-C end this process with one line and exit code 130; a second one ends it at once.
 
     Every command enters this context first, so it also hides secrets in the URLs of the flags.
     """
     for argv in (sys.argv, sys.orig_argv):
         argv[:] = url_secrets.hide(argv)
     before, sys.unraisablehook = signal.getsignal(signal.SIGINT), _unraisable
-    if before == signal.SIG_DFL:  # Since the package was imported.
+    if before == signal.SIG_DFL:  # As set in diffusion_jax/__init__.py.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

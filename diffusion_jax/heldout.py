@@ -33,7 +33,6 @@ from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, files, runs, systems
-from diffusion_jax.config import own_modules
 from diffusion_jax.config.settings import Heldout
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches
@@ -190,7 +189,6 @@ def open_run(
         raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
     if data:
         place, share = sources.named(data), share or 1.0
-        own_modules.trust(place.source)
         s = s._replace(data=s.data._replace(source=place.source, path=place.path, text=place.text))
     finetune.check_wanted(base, s)
     s = s._replace(

@@ -84,10 +84,10 @@ class UNet(Conditioned):
             h = res(width, name=f"{name}_res")(h, emb)
             return attend(name=f"{name}_attn")(h, context, text_mask) if attends(self, level) else h
 
-        x = x.astype(self.dtype)  # [B, H, W, 3]
         if self.low_res:
             x = with_low_res(x, low_res)  # [B, H, W, 6]
-        enlarged = x[..., 3:].astype(jnp.float32)  # [B, H, W, 3 or 0]
+        enlarged = x[..., 3:]  # [B, H, W, 3 or 0]; not rounded to self.dtype
+        x = x.astype(self.dtype)
         x = ops.space_to_depth(x, self.patch)  # [B, H/patch, W/patch, 3 or 6 patch^2]
         widths = [self.embed_dim * m for m in self.channel_mult]
         blocks = blocks_per_level(self.num_res_blocks, len(widths))

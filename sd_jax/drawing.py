@@ -145,11 +145,12 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     """
     typed = options.read(OPTIONS, values)
     fields = options.fields(OPTIONS, typed)
-    given = {name: typed[name] for name in FILE_OPTIONS if name in typed}
-    if "lora" in given:
-        given["lora"] = embedding_files.split(given["lora"])
-    names = dict(zip(FILE_OPTIONS, File._fields, strict=True))
-    file = file._replace(**{names[name]: value for name, value in given.items()})
+    of_file = {
+        field: embedding_files.split(typed[name]) if name == "lora" else typed[name]
+        for name, field in zip(FILE_OPTIONS, File._fields, strict=True)
+        if name in typed
+    }
+    file = file._replace(**of_file)
     path = pretrained.snapshot(files.path(path))
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide := typed.get("guide"):

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
@@ -95,9 +95,8 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
         ValueError: It is none of them. The message suggests the closest name, and lists all names.
     """
     if value not in (listed := list(names)):
-        table = names if isinstance(names, Table) else Table.fromkeys(listed)
-        listed = choices(cast(Table, table).question(str(value)), listed)
-        raise ValueError(f"{field} is {value!r}: {listed}")
+        table = names if isinstance(names, Table) else Table(dict.fromkeys(listed))
+        raise ValueError(f"{field} is {value!r}: {choices(table.question(str(value)), listed)}")
 
 
 def choices(question: str, names: Iterable[str]) -> str:

@@ -113,8 +113,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 Picture = Image.Image | np.ndarray | str | os.PathLike[str]
-"""A picture of Pillow, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path.
-"""
+"""A Pillow image, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path."""
 
 
 def opened(image: Picture | None, mask: Picture | None) -> InputPictures | None:
@@ -155,8 +154,8 @@ def upright(image: Picture, mode: str, name: str) -> Image.Image:
 
 
 def _from_array(pixels: Any, name: str) -> Image.Image:
-    if isinstance(pixels, np.ndarray) and pixels.dtype == bool:
-        pixels = np.uint8(255) * pixels
+    if getattr(pixels, "dtype", None) == np.bool_:
+        pixels = np.uint8(255) * np.asarray(pixels)
     try:
         if pixels.dtype == np.uint8:
             return Image.fromarray(np.asarray(pixels))
@@ -164,7 +163,7 @@ def _from_array(pixels: Any, name: str) -> Image.Image:
         pass
     words = f"{pixels.dtype}{list(pixels.shape)}" if hasattr(pixels, "dtype") else repr(pixels)
     raise ValueError(
-        f"{name} is {words[:60]}: give a path, a picture of Pillow or an array uint8 [H, W, 3]"
+        f"{name} is {words[:60]}: give a path, a Pillow image or an array uint8 [H, W, 3]"
     )
 
 

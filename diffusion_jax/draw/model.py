@@ -169,7 +169,7 @@ class Model:
             num_images: The number of pictures of each prompt, which follow one another.
             progress: Called at each evaluation of the network with the predicted images and their
                 noise level.
-            image: The picture that all prompts draw over (image-to-image): a picture of Pillow, an
+            image: The picture that all prompts draw over (image-to-image): a Pillow image, an
                 array uint8 [H, W, 3] such as `drawing[0]`, or a path. Likewise `mask`, `low_res`.
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
@@ -189,7 +189,7 @@ class Model:
         over = input_pictures.opened(image, mask)
         small = None
         if low_res is not None:
-            small = input_pictures.upright(low_res, "RGB", "the picture to enlarge")
+            small = input_pictures.upright(low_res, "RGB", "low_res")
         values = {**values, **self._size_of(over and over.images[0], values)}
         for name in values:
             if name in self.options and self.options[name].at_load:
@@ -555,8 +555,9 @@ def _paired(
     if seed is not None and seeds is not None:
         raise ValueError(f"seed={seed} and seeds={seeds} exclude each other: leave one out")
     ranges.check_value("num_images", num_images, ranges.Count)
-    first = seed or 0 if seeds is None else seeds
-    texts, numbers = _listed(prompts), _listed(first)
+    first: Any = seed or 0 if seeds is None else seeds
+    texts: list[Any] = list(prompts) if _is_list(prompts) else [prompts]
+    numbers = list(first) if _is_list(first) else [first]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"the prompt {wrong[0]!r} is not a text: give a string, or a list of them")
     if wrong := [n for n in numbers if isinstance(n, bool) or not hasattr(n, "__index__")]:
@@ -565,7 +566,7 @@ def _paired(
         )
     texts = [text for text in texts for _ in range(num_images)]
     numbers = [operator.index(number) for number in numbers]
-    if not isinstance(first, Iterable):
+    if not _is_list(first):
         numbers = [numbers[0] + n for n in range(len(texts))]
     texts = texts * len(numbers) if len(texts) == 1 else texts
     if not texts or len(texts) != len(numbers):
@@ -577,9 +578,9 @@ def _paired(
     return texts, numbers
 
 
-def _listed(values: Any) -> list[Any]:
-    several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
-    return list(values) if several else [values]
+def _is_list(value: Any) -> bool:
+    is_scalar = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not is_scalar
 
 
 def _in_words(stage: Stage) -> str:

@@ -20,7 +20,7 @@ _PATHS = ("model", "workdir", "guide", "lora", "embedding")
 _PLACED = ("file_name", "text", "negative_prompt", "sampler", "steps", "grid", "guidance", "seed",
            "height", "width", "size", "strength", "model", "workdir", "image", "mask", "low_res",
            "smaller", "embeddings", "stages")  # fmt: skip
-"""Entries of metadata that have a place of their own in the text, or none."""
+"""Entries of metadata that the text shows under another name, or leaves out."""
 
 
 def parameters(line: Mapping[str, Any], height: int, width: int) -> str:

@@ -29,7 +29,7 @@ from diffusion_jax.draw import layouts, png_text, seeds
 from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
-from diffusion_jax.files import sheets
+from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs import progress
 from diffusion_jax.text import TextEncoder
 
@@ -241,9 +241,11 @@ def _move_earlier(out: pathlib.Path) -> None:
     names = [name for line in lines for name in (line["file_name"], *line.get("smaller", ()))]
     numbered = (files.path(f"{out.absolute()}_{n}") for n in itertools.count(1))
     earlier = next(folder for folder in numbered if not folder.exists())
-    earlier.mkdir()
+    for name in names:
+        untrusted.check_inside(name, index)
     for name in (*names, sheets.NAME, _INDEX):
-        if pathlib.PurePath(name).name == name and (out / name).is_file():
+        if (out / name).is_file():
+            (earlier / name).parent.mkdir(parents=True, exist_ok=True)
             files.write_whole(earlier / name, (out / name).read_bytes())
             (out / name).unlink()
     logging.info("moved the %d earlier images in %s to %s", len(lines), out, earlier)

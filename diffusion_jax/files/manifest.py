@@ -37,25 +37,30 @@ def read_averages_from(workdir: str | os.PathLike[str]) -> int:
 def read_widths_from(workdir: str | os.PathLike[str]) -> dict[float, int]:
     """Return the step at which each power-function average of a run began, keyed by its width.
 
-    It is the step of the start since which the config of every start has this width.
+    It is the first of the latest consecutive starts whose configs have this width.
     """
     begun: dict[float, int] = {}
     for entry in read_manifest(workdir):
-        widths = map(float, entry["config"].get("optimizer", {}).get("ema_widths", ()))
+        widths = entry["config"].get("optimizer", {}).get("ema_widths", ())
         first: int = entry["first_step"]
         begun = {width: begun.get(width, first) for width in widths}
     return begun
 
 
 def _entry(entry: Any) -> dict[str, Any]:
-    """Return an entry of a manifest. Raises an error if a value that `goodput` reads is missing."""
+    """Return an entry of a manifest. Raises an error if a value that others read is damaged."""
     datetime.datetime.fromisoformat(entry["start"])
     config = dict(entry["config"])
     counts = [entry["first_step"], config.get("batch_size", 0)]
-    numbers = [*counts, *entry.get("seconds", {}).values()]
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in numbers):
-        raise ValueError("a time is not a number")
+    widths = config.get("optimizer", {}).get("ema_widths", ())
+    shares = [config.get("data", {}).get("heldout", 0.0)]
+    _check_numbers(*counts, *widths, *shares, *entry.get("seconds", {}).values())
     return {**entry, "config": config}
+
+
+def _check_numbers(*values: Any) -> None:
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        raise ValueError("a value is not a number")
 
 
 def _read_manifest(workdir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,9 +69,10 @@ def _read_manifest(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         return {"runs": []}
     try:
         content = untrusted.parse_json(path.read_bytes())
-        lineage = content.get("continued_from")
-        if lineage and not (type(lineage["run"]) is str and type(lineage["step"]) is int):
-            raise ValueError("continued_from does not name a run and a step")
+        if lineage := content.get("continued_from"):
+            _check_numbers(lineage["step"], lineage.get("averages_from", 0))
+            if not isinstance(lineage["run"], str):
+                raise ValueError("continued_from does not name a run")
         return {**content, "runs": list(map(_entry, content["runs"]))}
     except (AttributeError, ValueError, TypeError, KeyError) as error:
         logging.warning("%s is damaged (%r): ignoring its entries", path, error)

@@ -36,7 +36,7 @@ def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3
 
 
 def labels(prompts: Sequence[str]) -> list[str]:
-    """Return captions for the pictures of prompts, which say so if a prompt is empty."""
+    """Return the prompts as captions. An empty prompt becomes "(no prompt)"."""
     return [prompt.strip() or "(no prompt)" for prompt in prompts]
 
 

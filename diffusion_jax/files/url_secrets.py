@@ -9,12 +9,13 @@ import re
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_NO_END = r"(?!::|,[a-zA-Z][\w+.-]*://)"  # "::TEXT" or another URL may follow a URL.
 _URL = re.compile(
     r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<user>[^\s/?#@\"']*@)?"
-    r"(?P<address>(?:\[[^\]\s]*\])?(?:(?!::)[^\s?#\"'])*)"  # A host in brackets is IPv6.
-    r"(?P<query>\?(?:(?!::)[^\s\"'])*(?<![:,.;)]))?"
+    rf"(?P<address>(?:\[[^\]\s]*\])?(?:{_NO_END}[^\s?#\"'])*)"  # A host in brackets is IPv6.
+    rf"(?P<query>\?(?:{_NO_END}[^\s\"'])*(?<![:,.;)]))?"
 )
-_BEFORE = " "  # In a text such as a prompt, a URL follows a space. It is not opened.
+_BEFORE = " "  # A URL after a space is part of a text such as a prompt, and is never opened.
 _GLOB = re.compile(r"[{*]")
 _secrets: dict[str, tuple[str, str]] = {}  # Maps the start of an address to (user@, ?query).
 

@@ -68,7 +68,7 @@ class TextEncoder(NamedTuple):
     """For each added word, the id of its first token, and where it comes from, for messages."""
 
     def unused(self, texts: TextArrays) -> list[str]:
-        """Return the added words that no tokens contain. `texts` may name its arrays anyhow."""
+        """Return the added words that no tokens contain. The names in `texts` do not matter."""
         found = lambda id: any((np.asarray(tokens) == id).any() for tokens in texts.values())
         return [word for word, (id, _) in self.added.items() if not found(id)]
 

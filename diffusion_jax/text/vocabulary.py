@@ -6,7 +6,7 @@ Training and `diffusion_jax.pack` write the vocabulary into a workdir as vocabul
 
 `sample`, notebooks and the web page use it to warn about words that the model never saw, and the
 web page lists the examples. A run that starts from given weights, or adapts them, adds their
-vocabulary to its own. If they have none, so has the run, because they may know more words.
+vocabulary to its own. If they have none, the run writes none, because they may know more words.
 """
 
 import collections

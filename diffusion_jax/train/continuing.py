@@ -151,7 +151,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
             "--config.steps, the step at which training ends"
         )
     entries = [e["config"] for e in manifest.read_manifest(run) if e["first_step"] < newest]
-    least = min(config["data"].get("heldout", 0.0) for config in (before, *entries))
+    least = min(c.get("data", {}).get("heldout", 0.0) for c in (before, *entries))
     changed = settings_record.changed_fields(before, now, ("version",))
     less_heldout = least if now["data"]["heldout"] > least else None
     return ContinuedRun(run, newest, changed, adds_lora, less_heldout)
@@ -260,14 +260,15 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _adapt(config: dict[str, Any], name: str, run: str) -> None:
-    """Let a new LoRA adapt `name`, a checkpoint of `run`, and let the LoRA of `run` keep its base.
+    """Set the weights that a LoRA adapts: `name`, a checkpoint of `run`, or the base of its LoRA.
 
-    A config that names other weights than this run and those before it is not changed.
+    A config that names weights other than those of `run` and of earlier runs is not changed.
     """
     if not _rank(config):
         return
-    known, base = {""}, ""
-    while run and (files.path(run) / runs.CONFIG).exists():
+    known, base, visited = {""}, "", {""}
+    while run not in visited and (files.path(run) / runs.CONFIG).exists():
+        visited.add(run)  # The name may have been that of an earlier run, too.
         former = runs.load(run)
         weights = former.get("unet", {}).get("weights", "")
         known.add(weights)

@@ -7,6 +7,7 @@ its suffix.
 
 import base64
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from diffusion_jax.text import TextEncoder
 from diffusion_jax.weights import torch_files, torch_weights
 
 # The names of the array in files that do not name their word.
-_UNNAMED = ("*", "emb_params", "clip_l")
+_UNNAMED = ("", "*", "emb_params", "clip_l")
 _IN_PNG = "sd-ti-embedding"  # The text in a PNG file that holds an embedding.
 
 
@@ -94,7 +95,8 @@ def split(paths: str) -> list[str]:
 
     Commas separate paths. The path of a file may contain commas, too.
     """
-    is_file = lambda path: any(files.path(p).is_file() for p in (path, path.rpartition(":")[0]))
+    # A strength has no comma.
+    is_file = lambda path: any(files.path(p).is_file() for p in (path, re.sub(":[^,]*$", "", path)))
     parts, found = paths.split(","), []
     while parts:
         joined = [",".join(parts[:n]) for n in range(len(parts), 1, -1)]
@@ -136,8 +138,8 @@ def _of_png(path: pathlib.Path) -> Mapping[str, Any]:
     return {content.get("name") or "*": arrays["*"]} if arrays.keys() == {"*"} else arrays
 
 
-class _Unmade:
-    """A class or function in a pickle. Calls are recorded and have no effect."""
+class _StandIn:
+    """Replaces every class and function in a pickle. It records its arguments and runs nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments, self.state = arguments, ()
@@ -155,7 +157,7 @@ class _Unmade:
 
 class _Unpickler(untrusted.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return _Unmade
+        return _StandIn
 
 
 def _of_npy(file: IO[bytes], size: int) -> Mapping[str, Any]:
@@ -166,4 +168,4 @@ def _of_npy(file: IO[bytes], size: int) -> Mapping[str, Any]:
         file.seek(0)
         return {"*": untrusted.read_array(file, size)}
     *_, (arrays,) = _Unpickler(file).load().state
-    return {word: unmade.array() for word, unmade in arrays.items()}
+    return {word: array.array() for word, array in arrays.items()}

@@ -375,7 +375,7 @@ def _vae_blocks(attention_levels: Sequence[int], levels: int) -> dict[str, Any]:
 
 
 def _need(state: StateDict, name: str, *ndims: int) -> np.ndarray:
-    """Return an array. Raises ValueError if it is missing or empty, or its ndim not in `ndims`."""
+    """Return an array. Raises ValueError if it is missing or empty, or has another ndim."""
     array = state.get(name)
     if array is None or array.ndim not in ndims or not array.size:
         found = "it is missing" if array is None else f"it has the shape {array.shape}"

@@ -304,6 +304,13 @@ def test_a_residual_network_adds_its_output_to_the_enlarged_image():
     np.testing.assert_array_equal(residual.apply({"params": params}, **arguments), expected)
 
 
+def test_a_residual_network_in_bfloat16_does_not_round_the_enlarged_image():
+    unet = UNet(**SMALL, low_res=True, residual=True, dtype=jnp.bfloat16)
+    small = jax.random.normal(jax.random.key(1), (2, 4, 4, 3))
+    y = unet.apply(fresh(unet), **inputs() | {"x": jnp.ones((2, 8, 8, 3)), "low_res": small})
+    np.testing.assert_array_equal(y, bicubic_upsample(small, 8, 8))
+
+
 def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
     unet, arguments = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
     init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **arguments)

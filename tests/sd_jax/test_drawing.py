@@ -179,7 +179,7 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
         ({"seed": -1}, "the seed is -1: it must be"),
         ({"seed": 1, "seeds": [2]}, r"seed=1 and seeds=\[2\] exclude each other"),
         ({"num_images": 0}, "num_images is 0: it must be above 0"),
-        ({"image": 5}, "the image is 5: give a path, a picture of Pillow or an array uint8"),
+        ({"image": 5}, "the image is 5: give a path, a Pillow image or an array uint8"),
         ({"image": np.zeros((4, 4, 3))}, r"the image is float64\[4, 4, 3\]: give a path"),
         ({"image": "none.png"}, r"^image=none.png cannot be opened: \[Errno 2\]"),
         ({"lora": "a.pt"}, r"lora cannot change after loading: pass it to load\(\)"),
@@ -196,14 +196,15 @@ def test_draw_takes_the_seeds_and_the_number_of_images_of_the_command(model, six
     assert (pairs.prompts, pairs.seeds) == (["c", "c", "d", "d"], [2, 3, 4, 5])
     same(pairs[:1], six[2:3])
     assert model.draw("d", seeds=np.arange(3, 5)).seeds == [3, 4]
-    assert model.draw("d", seeds=np.int64(3), num_images=2).seeds == [3, 4]
+    for three in (np.int64(3), jnp.uint32(3)):
+        assert model.draw("d", seeds=three, num_images=2).seeds == [3, 4]
 
 
-def test_pictures_to_draw_over_are_paths_arrays_or_pictures_of_pillow(model, tmp_path):
+def test_pictures_to_draw_over_are_paths_arrays_or_images_of_pillow(model, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     half = np.arange(4) < np.full((6, 1), 2)  # bool [6, 4]
-    masks = (half, np.uint8(255) * half, Image.fromarray(np.uint8(255) * half))
+    masks = (half, jnp.asarray(half), Image.fromarray(np.uint8(255) * half))
     images = (pixels, Image.fromarray(pixels), tmp_path / "a.png")
     drawn = [
         model.draw("a", image=image, mask=mask, strength=0.5).images

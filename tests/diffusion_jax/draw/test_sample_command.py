@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.draw import sample_command
+from diffusion_jax.draw.layouts import Layout
 from diffusion_jax.draw.model import Model
 
 INPUTS = sample_command.Inputs(["a", "b"], ["a", "b"])
@@ -60,6 +61,28 @@ def test_an_earlier_drawing_moves_to_a_numbered_folder_before_the_next_one(tmp_p
     assert [len(one) for one in drawn] == [6, 6, 4]  # No drawing is mixed with another one.
     assert [contents(tmp_path / name) for name in ("out_1", "out_2", "out")] == drawn
     assert (out / "notes.txt").exists()
+
+
+def test_earlier_pictures_in_the_folders_of_a_benchmark_move_too(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    layout = Layout(["a/0.png", "b/0.png"])
+    images = np.zeros((2, 4, 4, 3))
+    sample_command._write(Constant(), INPUTS, out, [0, 1], [0, 1], [[images]], layout)
+    names = {path.relative_to(out) for path in out.rglob("*.*")}
+    sample_command._move_earlier(out)
+    assert {path.relative_to(f"{out}_1") for path in (tmp_path / "out_1").rglob("*.*")} == names
+    assert len(names) == 4 and not list(out.rglob("*.*"))
+
+
+def test_metadata_that_names_a_file_of_another_folder_is_an_error_and_moves_nothing(tmp_path):
+    (tmp_path / "a.png").touch()
+    (tmp_path / "out").mkdir()
+    line = json.dumps({"file_name": "../a.png", "seed": 1})
+    (tmp_path / "out/metadata.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"names a file outside its folder, \.\./a\.png"):
+        sample_command._move_earlier(tmp_path / "out")
+    assert {path.name for path in tmp_path.rglob("*")} == {"a.png", "out", "metadata.jsonl"}
 
 
 def test_metadata_of_other_pictures_is_an_error_and_stays(tmp_path):

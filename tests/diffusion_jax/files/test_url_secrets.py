@@ -33,6 +33,7 @@ def forgotten(monkeypatch):
         ("HTTPS://me@Host/x?a", "HTTPS://Host/x"),
         ("http://me:a@[::1]:80/x?b", "http://[::1]:80/x"),
         (f"--config.data.path={SECRET}", f"--config.data.path={PLAIN}"),
+        (f"--embedding={SECRET},{SECRET}", f"--embedding={PLAIN},{PLAIN}"),
         (f"webdataset:{SECRET}::txt", f"webdataset:{PLAIN}::txt"),
         (f"((1, 'webdataset', '{SECRET}', 'txt'),)", f"((1, 'webdataset', '{PLAIN}', 'txt'),)"),
         (SHARDS.format("?sig=1"), SHARDS.format("")),

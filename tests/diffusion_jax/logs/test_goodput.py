@@ -81,7 +81,15 @@ def test_a_start_from_an_older_checkpoint_counts_repeated_steps_of_all_former_st
 
 @pytest.mark.parametrize(
     "changed",
-    [{"start": "yesterday"}, {"first_step": "1"}, {"seconds": {"saving": "long"}}, {"config": 3}],
+    [
+        {"start": "yesterday"},
+        {"first_step": "1"},
+        {"seconds": {"saving": "long"}},
+        {"config": 3},
+        {"config": {"data": {"heldout": "few"}}},
+        {"config": {"optimizer": {"ema_widths": ["wide"]}}},
+        {"config": {"optimizer": [0.1]}},
+    ],
 )
 def test_a_manifest_without_numbers_counts_as_damaged(tmp_path, changed):
     (tmp_path / run_log.MANIFEST).write_text(json.dumps({"runs": [ENTRIES[0] | changed]}))

@@ -129,8 +129,16 @@ def test_the_manifest_lists_each_start_with_config_versions_and_devices(tmp_path
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\x00\x80", b"[1]", b'{"runs": 3}', b"{}", b"[" * 10**5],
-    ids=["empty", "binary", "a list", "a number", "no runs", "deep"],
+    [
+        b"",
+        b"\xff\x00\x80",
+        b"[1]",
+        b'{"runs": 3}',
+        b"{}",
+        b"[" * 10**5,
+        b'{"runs": [], "continued_from": {"run": "a", "step": 1, "averages_from": "b"}}',
+    ],
+    ids=["empty", "binary", "a list", "a number", "no runs", "deep", "a step that is text"],
 )
 def test_a_damaged_manifest_is_replaced_with_a_warning(tmp_path, caplog, content):
     (tmp_path / "manifest.json").write_bytes(content)

@@ -123,6 +123,7 @@ def test_clip_encodes_each_chunk_alone():
         ("a <b:c>", "^<b:c> in the prompt"),
         ("a cat :1.5", "^:1.5 in the prompt"),
         ("a [b:-2.\n", "^:-2. in the prompt"),
+        ("a,\nb: 2", "^: 2 in the prompt"),
     ],
 )
 def test_other_syntax_of_the_web_ui_is_refused(prompt, message):

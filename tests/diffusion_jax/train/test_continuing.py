@@ -388,6 +388,16 @@ def test_a_continued_lora_keeps_its_base(stored, tmp_path):
     assert continuing.find(tmp_path / "e", str(run), mine) and mine["unet"]["weights"] == "mine"
 
 
+def test_a_lora_that_took_the_name_of_the_run_it_continued_keeps_its_base(stored, tmp_path):
+    run = tmp_path / "renamed"
+    runs.claim(run, complete(rank=2, weights="base"))
+    (run / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
+    run_log.begin_from(run, str(run), 0, "")
+    values = complete(rank=2)
+    assert continuing.find(tmp_path / "b", str(run), values)
+    assert values["unet"]["weights"] == "base"
+
+
 @pytest.mark.parametrize("shares", [(0.0, 0.1), (0.05, 0.1)])
 def test_held_out_pictures_that_earlier_steps_have_seen_are_mentioned(
     begun, stored, tmp_path, shares

@@ -127,7 +127,9 @@ def test_a_file_with_clip_l_alone_is_named_like_the_file_and_paths_may_have_comm
             tmp_path / f"{name}.safetensors", {"clip_l": np.ones((1, WIDTH), np.float32)}
         )
     paths = [f"{tmp_path}/{name}.safetensors" for name in ("a,b", "c", "d,e,f", "none")]
-    assert embedding_files.split(",".join(paths)) == paths
+    loras = [f"{paths[0]}:0.5", paths[1], f"{paths[2]}:-1", paths[0]]
+    for listed in (paths, loras):
+        assert embedding_files.split(",".join(listed)) == listed
     assert embedding_files.read(pathlib.Path(paths[0])).word == "a,b"
 
 
