@@ -41,13 +41,16 @@ def trust(*modules: str) -> None:
 def trust_config(config: Mapping[str, Any]) -> None:
     """Allow configs to name the modules that `config`, which a user wrote, names."""
     trust(f"{str(config.get('system')).partition('.')[0]}.settings")
-    trust_data(config.get("data") or {})
+    if isinstance(data := config.get("data"), Mapping):
+        trust_data(data)
 
 
 def trust_data(data: Mapping[str, Any]) -> None:
     """Allow configs to name the sources that a user's `data` group names."""
-    parts = [part for part in data.get("mixture", ()) if isinstance(part, list | tuple)]
-    trust(*map(str, (data.get("source"), *(name for part in parts for name in part[1:2]))))
+    mixture = data.get("mixture")
+    parts = mixture if isinstance(mixture, list | tuple) else ()
+    names = [part[1] for part in parts if isinstance(part, list | tuple) and len(part) > 1]
+    trust(*map(str, (data.get("source"), *names)))
 
 
 def _is_of_project(module: str) -> bool:

@@ -121,6 +121,12 @@ def test_a_source_that_the_user_names_is_imported(stranger, trust):
     assert (stranger / "RAN").exists()
 
 
+@pytest.mark.parametrize("data", [None, "a", {"mixture": None}, {"mixture": (3, (1,), None)}])
+def test_a_config_with_data_of_another_type_makes_no_source_trusted(stranger, data):
+    own_modules.trust_config({"system": "imagen_jax", "data": data})
+    assert own_modules._trusted <= {"imagen_jax.settings", "None"}
+
+
 COMMANDS = {
     "evaluate": (["--workdir={}"], False),
     "replay": (["--workdir={}", "--step=1"], False),
