@@ -68,9 +68,8 @@ def test_the_shipped_cascade_sharpens_the_small_picture_and_keeps_its_content():
     large = imagen_jax.load(FOLDER, ENLARGER).draw(prompts).images
     assert small.shape[1:] == (32, 32, 3) and large.shape[1:] == (64, 64, 3)
     means = large.reshape(-1, 32, 2, 32, 2, 3).mean((2, 4))
-    assert np.abs(means - small).mean() < 8  # Of 255. Two different hearts differ by 26.
-    enlarged = [
-        Image.fromarray(image).resize((64, 64), Image.Resampling.BICUBIC) for image in small
-    ]
-    steepest = lambda images: np.abs(np.diff(np.asarray(images, float), axis=2)).max((1, 2, 3))
-    assert (steepest(large) > 1.1 * steepest(np.stack(enlarged))).all()
+    assert np.abs(means - small).mean() < 3  # Of 255: it is 0.9. The two hearts differ by 24.
+    bicubic = [Image.fromarray(x).resize((64, 64), Image.Resampling.BICUBIC) for x in small]
+    enlarged = np.stack([np.asarray(image) for image in bicubic])
+    steepest = lambda images: np.abs(np.diff(images.astype(float), axis=2)).max((1, 2, 3))
+    assert (steepest(large) > 1.2 * steepest(enlarged)).all()  # The ratios are 1.36 and 1.48.
