@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from benchmarks import group_norm_kernel, measure
+from benchmarks import forms, measure
 from diffusion_jax import cli
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import attention, ops
@@ -51,9 +51,7 @@ _GROUP_S = flags.DEFINE_float(
 _COMPILE_FOR = flags.DEFINE_enum(
     "compile_for", None, [*gpu.DEVICES], "Compile for this GPU instead of measuring."
 )
-_NHWC = ("NHWC", "HWIO", "NHWC")
 _HEAD_DIM = 64
-_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota"}
 _TEXT_TOKENS = 128  # Tokens of text after the image's, of which a mask hides half.
 
 
@@ -73,9 +71,9 @@ def main() -> None:
     measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
     measure.say("| operation | form | us | temporary MiB | difference |\n|---|---|---|---|---|")
     bad = []
-    for name, (forms, arguments) in _operations().items():
+    for name, (variants, arguments) in _operations().items():
         reference = None
-        for form, function in forms.items():
+        for form, function in variants.items():
             try:
                 seconds, memory, out = _measure(function, arguments)
             except Exception as error:  # Of a compiler or a kernel: the other forms still count.
@@ -102,33 +100,15 @@ def _compile_all(kind: str) -> None:
     mesh = jax.sharding.Mesh(np.array([[[device]]]), sharding.AXES)
     measure.say(f"compiled for {kind}, jax {jax.__version__}, {_DTYPE.value}")
     measure.say("| operation | form | temporary MiB | MB moved | copies |\n|---|---|---|---|---|")
-    for name, (forms, arguments) in sharding.ambient(mesh, _operations)().items():
-        for form, function in forms.items():
+    for name, (variants, arguments) in sharding.ambient(mesh, _operations)().items():
+        for form, function in variants.items():
             step, arrays = _with_gradients(sharding.ambient(mesh, function), arguments)
             place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in arrays]
             compiled: Any = autotuning.compile_step(step.lower(*shapes), {})
-            moved, copies = traffic(compiled.as_text())
+            moved, copies = hlo.bytes_moved(compiled.as_text())
             temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
             measure.say(f"| {name} | {form} | {temporary:.1f} | {moved / 1e6:.0f} | {copies} |")
-
-
-def traffic(text: str) -> tuple[int, int]:
-    """Count the bytes that a compiled program's instructions read and write, and its copies.
-
-    Each instruction reads its operands and writes its result once. Returns (bytes, instructions
-    that only copy or transpose).
-    """
-    program, moved, copies = hlo.read(text), 0, 0
-    for name, instructions in program.computations.items():
-        sizes = {i.name: hlo.num_bytes(i.shape) for i in instructions}
-        for i in instructions if name == program.entry else ():
-            if i.opcode in _FREE:
-                continue
-            moved += sizes[i.name] + sum(sizes.get(operand, 0) for operand in set(i.operands))
-            kinds = {inner.opcode for inner in program.inside(i)} - _FREE
-            copies += kinds <= {"copy", "transpose", "copy-start", "copy-done"}
-    return moved, copies
 
 
 def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
@@ -146,19 +126,21 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
             _heads(s * s + _TEXT_TOKENS),
         ),
         "convolution 4x4, stride 2": (
-            _ours({"direct": True, "2x2 on patches": False}, _halving, _halving_by_patches),
+            _ours(
+                {"direct": True, "2x2 on patches": False}, forms.halving, forms.halving_by_patches
+            ),
             (x, kernel),
         ),
         "convolution 4x4, stride 2, transposed": (
-            _ours({"direct": tpu, "four 2x2": not tpu}, _dilated, ops.transpose_by_phases),
+            _ours({"direct": tpu, "four 2x2": not tpu}, forms.dilated, ops.transpose_by_phases),
             (x, kernel),
         ),
         "gated MLP, product of C and 8 C channels": (
             _ours(
                 {"one product": not gpu, "two products": False, "two products, own gradient": gpu},
-                _one_product,
-                _two_products,
-                _own_gradient,
+                forms.one_product,
+                forms.two_products,
+                forms.own_gradient,
             ),
             gated,
         ),
@@ -169,31 +151,31 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
                     "row of the kernel's gradient": tpu,
                     "row of the kernel's gradient, padded": False,
                 },
-                _biased,
+                forms.biased,
                 ops._linear,
-                _biased_row,
+                forms.biased_row,
             ),
             (gated[0], gated[1][:, : 4 * c], gated[2][: 4 * c]),
         ),
         "group norm, scale and shift, SiLU": (
-            _ours({"differentiated": False, "own gradient": True}, _plain_norm, _own_norm)
-            | ({"Pallas": _pallas_norm} if gpu else {}),
+            _ours({"differentiated": False, "own gradient": True}, forms.plain_norm, forms.own_norm)
+            | ({"Pallas": forms.pallas_norm} if gpu else {}),
             (x, vector, vector, rows, rows),
         ),
         "convolution 3x3, C to C channels": (
-            _ours({"kernel HWIO": True}, _conv),
+            _ours({"kernel HWIO": True}, forms.conv),
             (x, _normal(3, 3, c, c) / (3 * c**0.5)),
         ),
         "the same with the other order of the kernel": (
-            _ours({"kernel OHWI": False}, _conv_ohwi),
+            _ours({"kernel OHWI": False}, forms.conv_ohwi),
             (x, _normal(c, 3, 3, c) / (3 * c**0.5)),
         ),
         "convolution 3x3, 3 to many channels": (
-            _ours({"plain": True, "padded to 8": False}, _conv, _padded_input),
+            _ours({"plain": True, "padded to 8": False}, forms.conv, forms.padded_input),
             (few, first),
         ),
         "convolution 3x3, many to 3 channels": (
-            _ours({"plain": True, "padded to 8": False}, _conv, _padded_output),
+            _ours({"plain": True, "padded to 8": False}, forms.conv, forms.padded_output),
             (x, last),
         ),
     }
@@ -322,106 +304,6 @@ def _first_line(error: Exception) -> str:
 def _normal(*shape: int) -> jax.Array:
     values = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
     return jnp.asarray(values, _DTYPE.value)
-
-
-def _halving(x, kernel):
-    return jax.lax.conv_general_dilated(
-        x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=_NHWC
-    )
-
-
-def _halving_by_patches(x, kernel):
-    c, d = kernel.shape[2:]
-    x = ops.space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4C]
-    patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
-    return jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=_NHWC)
-
-
-def _dilated(x, kernel):
-    flipped = kernel[::-1, ::-1]
-    return jax.lax.conv_general_dilated(
-        x, flipped, (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2), dimension_numbers=_NHWC
-    )
-
-
-def _one_product(x, kernel, bias):
-    value, gate = jnp.split(ops.linear(x, kernel, bias), 2, axis=-1)
-    return value * jax.nn.gelu(gate, approximate=False)
-
-
-def _two_products(x, kernel, bias):
-    value, gate = map(functools.partial(ops.linear, x), jnp.split(kernel, 2, 1), jnp.split(bias, 2))
-    return value * jax.nn.gelu(gate, approximate=False)
-
-
-def _own_gradient(x, kernel, bias):
-    products = (ops.tensordot(x, half) for half in jnp.split(kernel, 2, 1))
-    return ops._gated(*products, *jnp.split(bias, 2))
-
-
-def _biased(x, kernel, bias):
-    return ops.add_broadcast(ops.tensordot(x, kernel), bias)
-
-
-def _own_norm(x, weight, bias, scale, shift):
-    return ops.group_norm(x, weight, bias, scale, shift, silu=True)
-
-
-def _plain_norm(x, weight, bias, scale, shift):
-    b, c = x.shape[0], x.shape[-1]
-    groups = x.astype(jnp.float32).reshape(b, -1, 32, c // 32)
-    mean = groups.mean((1, 3), keepdims=True)
-    variance = ((groups - mean) ** 2).mean((1, 3), keepdims=True)
-    normal = ((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape)
-    out = (normal * weight + bias) * (1 + scale[:, None, None]) + shift[:, None, None]
-    return jax.nn.silu(out.astype(x.dtype))
-
-
-@jax.custom_vjp
-def _biased_row(x, kernel, bias):
-    return _biased(x, kernel, bias)
-
-
-def _biased_row_backward(residuals, gradient):
-    # As in ops.linear on TPUs, but with eight further channels, so that rows stay aligned.
-    x, kernel = residuals
-    ones = jnp.zeros((*x.shape[:-1], 8), x.dtype).at[..., 0].set(1)
-    axes = tuple(range(x.ndim - 1))
-    d_both = jax.lax.dot_general(
-        jnp.concatenate([x, ones], axis=-1),
-        gradient,
-        ((axes, axes), ((), ())),
-        preferred_element_type=jnp.float32,
-    )  # [C + 8, D]
-    c = x.shape[-1]
-    return ops.tensordot(gradient, kernel.T), d_both[:c].astype(kernel.dtype), d_both[c]
-
-
-_biased_row.defvjp(lambda x, kernel, bias: (_biased(x, kernel, bias), (x, kernel)),
-                   _biased_row_backward)  # fmt: skip
-
-
-def _pallas_norm(x, weight, bias, scale, shift):
-    factor, offset = weight * (1 + scale), bias * (1 + scale) + shift  # [B, C]
-    return group_norm_kernel.group_norm(x, factor, offset)
-
-
-def _conv_ohwi(x, kernel):
-    layout = ("NHWC", "OHWI", "NHWC")
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
-
-
-def _conv(x, kernel):
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=_NHWC)
-
-
-def _padded_input(x, kernel):
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 5)))
-    return _conv(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, 5), (0, 0))))
-
-
-def _padded_output(x, kernel):
-    return _conv(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, 0), (0, 5))))[..., :3]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 
 import jax
+import jaxtyping
 import pytest
 
 from tests import emulators, pages
@@ -90,3 +91,9 @@ def stores(_served):
         for name, value in _served.items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Do not check annotated types and shapes: the test passes wrong ones, or stand-ins."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -140,7 +140,7 @@ train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such 
 train --config.unet.weights=models/emoji32 | unet.weights=models/emoji32: 
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
-train --config.data.prior=D/images | no .jsonl files in D/images
+train --config.data.prior=D/images | a folder without a .jsonl with the prompts of its
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | --image=D/none.png cannot be opened: [Errno 2] No such
 sd_sample --prompt=a --image=D/file | --image=D/file is not an image that Pillow can read

@@ -48,12 +48,13 @@ class Training:
     The other pictures are drawn pictures, and unseen pictures: real ones that were not in training.
     """
 
-    def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Pictures | None = None):
+    def __init__(self, pictures: Pictures, scorer: Any, unseen: Pictures | None = None):
         """Store the arguments. The features of the pictures are computed on first use.
 
         Args:
             pictures: The training pictures, in the size of the drawn pictures.
-            scorer: The scorer whose judges compute the features.
+            scorer: The Scorer whose judges compute the features, or an object with its fields
+                prompts and picture_features and its method features.
             unseen: Real pictures that were not in training, in the size of the drawn pictures. If
                 None, the judges' stored features of real pictures are used.
         """

@@ -11,6 +11,7 @@ _CALLED = re.compile(
     r"(?:to_apply|called_computations|branch_computations|true_computation|false_computation)"
     r"=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
 )
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota"}
 _SIZES = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
 
 
@@ -133,3 +134,21 @@ def num_bytes(shapes: str) -> int:
         max(width, 8) // 8 * math.prod(int(n) for n in count.split(",") if n)
         for width, count in bits
     )
+
+
+def bytes_moved(text: str) -> tuple[int, int]:
+    """Count the bytes that a compiled program's instructions read and write, and its copies.
+
+    Each instruction reads its operands and writes its result once. Returns (bytes, instructions
+    that only copy or transpose).
+    """
+    program, moved, copies = read(text), 0, 0
+    for name, instructions in program.computations.items():
+        sizes = {i.name: num_bytes(i.shape) for i in instructions}
+        for i in instructions if name == program.entry else ():
+            if i.opcode in _FREE:
+                continue
+            moved += sizes[i.name] + sum(sizes.get(operand, 0) for operand in set(i.operands))
+            kinds = {inner.opcode for inner in program.inside(i)} - _FREE
+            copies += kinds <= {"copy", "transpose", "copy-start", "copy-done"}
+    return moved, copies

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import group_norm_kernel, kernels
+from benchmarks import forms, group_norm_kernel
 from diffusion_jax.nn import ops
+from launch.planner import hlo
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_the_kernels_for_gpus_refuse_channels_that_do_not_fill_a_program():
         group_norm_kernel.group_norm(jnp.ones((1, 4, 4, 96)), jnp.ones((1, 96)), jnp.ones((1, 96)))
 
 
-@pytest.mark.parametrize("form", [kernels._own_gradient, kernels._two_products])
+@pytest.mark.parametrize("form", [forms.own_gradient, forms.two_products])
 def test_forms_of_the_gated_mlp_have_equal_values_and_gradients(form):
     rng = np.random.default_rng(0)
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
@@ -50,11 +51,11 @@ def test_forms_of_the_gated_mlp_have_equal_values_and_gradients(form):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         value(form),
-        value(kernels._one_product),
+        value(forms.one_product),
     )
 
 
-@pytest.mark.parametrize("form", [kernels._biased_row, ops._linear])
+@pytest.mark.parametrize("form", [forms.biased_row, ops._linear])
 def test_forms_of_a_biased_product_have_equal_values_and_gradients(form):
     rng = np.random.default_rng(0)
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
@@ -62,7 +63,7 @@ def test_forms_of_a_biased_product_have_equal_values_and_gradients(form):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         value(form),
-        value(kernels._biased),
+        value(forms.biased),
     )
 
 
@@ -83,4 +84,4 @@ ENTRY %main (a: f32[8,4], b: bf16[8,4]) -> f32[4,8] {
 }
 """
     # convert: 64 + 128; add: 3 * 128; fusion: 2 * 128, which only transposes.
-    assert kernels.traffic(text) == (64 + 6 * 128, 1)
+    assert hlo.bytes_moved(text) == (64 + 6 * 128, 1)

@@ -23,11 +23,11 @@ FIRST = ("absl", "jax", "numpy")
 
 def python(folder, *arguments, ignored=False):
     """Run Python in a folder, which comes first on its path. It gets Ctrl-C by default."""
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    signals = f"--{'ignore' if ignored else 'default'}-signal=INT"
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100, check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+        ["env", signals, sys.executable, *arguments], cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+        check=False,
     )  # fmt: skip
 
 

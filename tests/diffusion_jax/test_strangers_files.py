@@ -55,7 +55,7 @@ OPENERS = {
     "load": imagen_jax.load,
     "config": runs.load,
     "pack": lambda folder: pack.pack(folder, "ema", None, folder.parent / "packed"),
-    "averages": lambda folder: averages.describe(folder),
+    "averages": lambda folder: averages.describe(str(folder)),
     "continue": lambda folder: runs.claim(folder, config()),
 }
 

@@ -64,6 +64,7 @@ def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path
         (0.01, 0.02, "it does not memorise them"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_the_ratio_of_the_losses_becomes_words(monkeypatch, new, old, words):
     losses, keys = iter([new, old]), np.arange(2, dtype=np.uint64)
     held = heldout.HeldOutRecords(1, {}, keys.astype(np.uint32), np.ones(1))

@@ -61,10 +61,10 @@ def open_pictures(
         ValueError: the source is unknown or cannot read the data.
         OSError: the data are missing.
     """
-    data, shapes = url_secrets.hide(data), TaskShapes(size, embeddings, moments)
+    data, shapes = _urls(url_secrets.hide, data), TaskShapes(size, embeddings, moments)
     pictures = _open_whole(data, shapes)
     pictures.data = data
-    again = url_secrets.reveal(data)
+    again = _urls(url_secrets.reveal, data)
     return engines.record_call(pictures, _open_again, _open_whole, again, shapes)
 
 
@@ -75,14 +75,15 @@ def open_records(data: Data) -> Records:
         ValueError: the source is unknown, cannot read the data, or has no image files.
         OSError: the data are missing.
     """
-    data = url_secrets.hide(data)
+    data = _urls(url_secrets.hide, data)
     source = _open(data, TaskShapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
             f"the data source {data.source!r} has no image files, but this command reads image "
             "files: choose another source"
         )
-    return engines.record_call(source, _open_again, open_records, url_secrets.reveal(data))
+    again = _urls(url_secrets.reveal, data)
+    return engines.record_call(source, _open_again, open_records, again)
 
 
 def open_named(name: str) -> Records | None:
@@ -147,7 +148,17 @@ def own_prompts(source: str) -> list[str]:
 def _open_again(open_data: Callable[..., Any], data: Data, *shapes: TaskShapes) -> Any:
     """Open data in another process, after the command has opened them."""
     own_modules.trust_data(data._asdict())
-    return open_data(url_secrets.hide(data), *shapes)
+    return open_data(_urls(url_secrets.hide, data), *shapes)
+
+
+def _urls(function: Callable[[Any], Any], data: Data) -> Data:
+    """Return `data` with `function` applied to the fields that can hold URLs.
+
+    Other fields are not read, so that the rehearsal can name those without effect.
+    """
+    old = {"path": data.path, "prior": data.prior, "mixture": data.mixture}
+    new = {name: function(value) for name, value in old.items()}
+    return data if new == old else data._replace(**new)
 
 
 def _open_whole(data: Data, shapes: TaskShapes) -> Pictures:

@@ -9,11 +9,11 @@ drawn from the sheets when they are read.
 import functools
 import hashlib
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8, UInt64
-from numpy.typing import ArrayLike
 from PIL import Image
 
 from diffusion_jax import files
@@ -238,7 +238,10 @@ class Emoji(Pictures):
 
 
 def draw(
-    picture: Image.Image, background: str, size: int, shift: ArrayLike = (0.0, 0.0)
+    picture: Image.Image,
+    background: str,
+    size: int,
+    shift: Sequence[float] | np.ndarray = (0.0, 0.0),
 ) -> UInt8[np.ndarray, "size size 3"]:
     """Draw a picture with a transparent background on a coloured square of size x size pixels.
 

@@ -47,6 +47,7 @@ def test_a_batch_with_nan_is_an_error_and_writes_no_picture(tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_earlier_drawing_moves_to_a_numbered_folder_before_the_next_one(tmp_path):
     out, all_sizes = tmp_path / "out", INPUTS._replace(all_sizes=True)
     out.mkdir()

@@ -76,6 +76,7 @@ def test_copies_of_training_pictures_are_close_and_random_pictures_as_seldom_as_
 
 
 @pytest.mark.parametrize(("count", "pairs"), [(5, 5), (8, 8), (12, 8), (16, 16)])
+@pytest.mark.usefixtures("unchecked")
 def test_each_drawn_picture_is_above_its_nearest_training_picture(count, pairs, monkeypatch):
     monkeypatch.setattr(copies.sheets, "contact_sheet", lambda *a, **options: (*a, options))
     drawn = TRAINING[:count]

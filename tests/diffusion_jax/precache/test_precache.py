@@ -399,6 +399,7 @@ def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weigh
     ("caption", "keep", "is_error"),
     [("a <cat>, asleep", 0, True), ("asleep, a <CAT>", 1, True), ("a <cat>, asleep", 1, False)],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_the_learned_word_is_never_a_tag_that_is_dropped(tmp_path, caption, keep, is_error):
     folder = digits.write_examples(tmp_path, 2, size=8)
     for picture in folder.glob("*.png"):

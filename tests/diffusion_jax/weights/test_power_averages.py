@@ -83,17 +83,17 @@ def test_the_manifest_shows_when_the_averages_of_a_continued_run_began(tmp_path)
     write = lambda content: (tmp_path / manifest.MANIFEST).write_text(json.dumps(content))
     write({"runs": entries})
     assert manifest.read_widths_from(tmp_path) == {0.1: 300, 0.2: 300, 0.05: 400}
-    sources = [(500, None, "power-0.1"), (500, None, "power-0.2")]
     root = restore.absolute(tmp_path / "checkpoints")
+    sources = [(500, root, "power-0.1"), (500, root, "power-0.2")]
     counts, error = restore.combination(root, sources, 500, 0.1)
     expected = power_averages.combination([500] * 2, [0.1, 0.2], 500, 0.1, [300] * 2)
     np.testing.assert_allclose(counts, expected[0])
     assert error == expected[1] > 0.01
     # A LoRA that was added at step 300 has averages over the steps since then.
     write({"runs": entries, "continued_from": {"run": "a", "step": 300, "averages_from": 300}})
-    counts, error = restore.combination(root, [(400, None, "power-0.1"), *sources], 500, 0.1)
+    counts, error = restore.combination(root, [(400, root, "power-0.1"), *sources], 500, 0.1)
     np.testing.assert_allclose(counts, [0, 1, 0], atol=1e-9)
-    counts, _ = restore.combination(root, [(400, None, "power-0.1"), *sources], 500, 0.12)
+    counts, _ = restore.combination(root, [(400, root, "power-0.1"), *sources], 500, 0.12)
     of_200 = power_averages.combination([100, 200, 200], [0.1, 0.1, 0.2], 200, 0.12)
     np.testing.assert_allclose(counts, of_200[0])
 
