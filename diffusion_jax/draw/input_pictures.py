@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from absl import flags, logging
 from PIL import Image, UnidentifiedImageError
@@ -112,7 +113,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
     return upright(image, mode, f"{flag}={path}")
 
 
-Picture = Image.Image | np.ndarray | str | os.PathLike[str]
+Picture = Image.Image | np.ndarray | jax.Array | str | os.PathLike[str]
 """A Pillow image, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path."""
 
 

@@ -204,7 +204,7 @@ def write(
     return rows
 
 
-def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> FeaturesByKind:
+def _features(name: str, pictures: Pictures, scorer: Any, keys: Sequence[str]) -> FeaturesByKind:
     total, parts = len(pictures), []
     meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):

@@ -7,6 +7,7 @@ numbers are replaced by a pattern that compresses well.
 
 import json
 import pathlib
+import shutil
 import tarfile
 
 import jax
@@ -81,10 +82,16 @@ def system_of(name):
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_fields_added_since_an_earlier_run_are_logged_in_one_line(earlier, name, caplog):
+def test_fields_added_since_an_earlier_run_are_named_when_it_goes_on(
+    earlier, name, caplog, tmp_path
+):
+    shutil.copy(earlier / name / "config.json", tmp_path)
     with caplog.at_level("INFO", logger="absl"):
         config = runs.load(earlier / name, system_of(name))
-    (line,) = [record.getMessage() for record in caplog.records if "earlier" in record.getMessage()]
+        assert not caplog.records  # Drawing needs no such line.
+        runs.claim(tmp_path, config)
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "using defaults for" in line]
     assert all(field in line for field in LATER[name])
     assert ("step_timeout" in line) == ("step_timeout" in LATER[name])
     assert config["step_timeout"] == 1800

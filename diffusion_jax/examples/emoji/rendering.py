@@ -241,7 +241,7 @@ def draw(
     picture: Image.Image,
     background: str,
     size: int,
-    shift: Sequence[float] | np.ndarray = (0.0, 0.0),
+    shift: Sequence[int | float] | np.ndarray = (0, 0),
 ) -> UInt8[np.ndarray, "size size 3"]:
     """Draw a picture with a transparent background on a coloured square of size x size pixels.
 
