@@ -149,7 +149,7 @@ class Model:
         self,
         prompts: str | Sequence[str],
         *,
-        seeds: int | Sequence[int] | np.ndarray | jax.Array | None = None,
+        seeds: Sequence[int] | ArrayLike | None = None,
         seed: int | None = None,
         num_images: int = 1,
         progress: Progress | None = None,
@@ -544,7 +544,7 @@ def _check_aspect(pictures: InputPictures, height: int, width: int, stretch: boo
 
 def _paired(
     prompts: str | Sequence[str],
-    seeds: int | Sequence[int] | np.ndarray | jax.Array | None,
+    seeds: Sequence[int] | ArrayLike | None,
     seed: int | None = None,
     num_images: int = 1,
 ) -> tuple[list[str], list[int]]:
