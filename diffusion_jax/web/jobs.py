@@ -186,9 +186,9 @@ class Queue:
                         progress=_Looks(job, [n for n, _ in batch]),
                         **{**dict(choices), **self.uploads.arguments(edit)},
                     )
-                    sizes = zip(*drawn.smaller, drawn.images, strict=True)
-                    for (_, picture), images in zip(batch, sizes, strict=True):
-                        self._keep(picture, tuple(map(png, images)))
+                    for i, (_, picture) in enumerate(batch):
+                        smaller = [png(images[i]) for images in drawn.smaller]
+                        self._keep(picture, (*smaller, drawn.png(i)))
                 job.looks = {}
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:

@@ -86,7 +86,7 @@ def test_the_scores_are_in_metrics_jsonl_tensorboard_and_the_log(evaluated):
     ((_, (*_, png)),) = points(folder / events.FOLDER, "curve")
     curve = Image.open(folder / "curve.png").convert("RGB")
     np.testing.assert_array_equal(Image.open(io.BytesIO(png)), curve)
-    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} (" in err
+    assert f"all right, prompts seen {100 * float(rows[1]['seen_prompt_accuracy']):.4g} % (" in err
     assert "290/290 images | " in err
 
 

@@ -66,7 +66,7 @@ class Quick(draw_model.Model):
         self.drawn.append((list(prompts), seeds, mask and np.asarray(mask.convert("L")), values))
         if low_res := values.get("low_res"):
             images = [np.asarray(low_res.convert("RGB").resize((32, 32)))] * len(seeds)
-        return types.SimpleNamespace(images=np.stack(images), smaller=())
+        return types.SimpleNamespace(smaller=(), png=lambda n: draw_model.png(images[n]))
 
 
 @contextlib.contextmanager

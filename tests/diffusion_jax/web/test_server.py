@@ -54,7 +54,7 @@ class Slow(draw_model.Model):
             assert self.go.acquire(timeout=120)
             progress(images, level)
         self.drawn.append((prompts, seeds, choices))
-        return types.SimpleNamespace(images=images, smaller=())
+        return types.SimpleNamespace(smaller=(), png=lambda n: draw_model.png(images[n]))
 
 
 def wait_for(condition):
