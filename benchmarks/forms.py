@@ -12,12 +12,14 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def halving(x, kernel):
+    """Compute a 4x4 convolution with stride 2 and padding 1."""
     return jax.lax.conv_general_dilated(
         x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=_NHWC
     )
 
 
 def halving_by_patches(x, kernel):
+    """Compute `halving` as a 2x2 convolution over patches of 2x2 pixels."""
     c, d = kernel.shape[2:]
     x = ops.space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4C]
     patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
@@ -25,6 +27,7 @@ def halving_by_patches(x, kernel):
 
 
 def dilated(x, kernel):
+    """Compute the transposed 4x4 convolution with stride 2 as a dilated convolution."""
     flipped = kernel[::-1, ::-1]
     return jax.lax.conv_general_dilated(
         x, flipped, (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2), dimension_numbers=_NHWC
@@ -55,6 +58,7 @@ def own_norm(x, weight, bias, scale, shift):
 
 
 def plain_norm(x, weight, bias, scale, shift):
+    """Compute group norm, scale and shift, and SiLU in the order of the papers."""
     b, c = x.shape[0], x.shape[-1]
     groups = x.astype(jnp.float32).reshape(b, -1, 32, c // 32)
     mean = groups.mean((1, 3), keepdims=True)

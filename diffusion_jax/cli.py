@@ -30,6 +30,7 @@ _TRUST = flags.DEFINE_list(
     "trust", [], "Modules of your own that the config of a workdir or of moments may name, such as "
     "my_package.my_source.",
 )  # fmt: skip
+_ended = threading.Event()  # Set while no `interruptible` is entered.
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -159,14 +160,17 @@ def interruptible() -> Iterator[None]:
     before, sys.unraisablehook = signal.getsignal(signal.SIGINT), _unraisable
     if before == signal.SIG_DFL:  # As set in diffusion_jax/__init__.py.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _ended.clear()
     try:
         yield
     except KeyboardInterrupt:
+        _ended.set()
         before = signal.SIG_DFL
         signal.signal(signal.SIGINT, before)
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(exits.INTERRUPTED)
     finally:
+        _ended.set()
         signal.signal(signal.SIGINT, before)
 
 
@@ -332,11 +336,22 @@ class _Printable(Formatter):
         return untrusted.printable(url_secrets.without(line))
 
 
+def _interrupt_again() -> None:
+    """Send Ctrl-C to the main thread until `interruptible` has received it.
+
+    Once is not enough: on a busy machine, it may arrive while the first one is still ignored. But
+    the command needs time to close its files before the next one.
+    """
+    seconds = 0.05
+    while not _ended.wait(seconds):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        seconds = 5
+
+
 def _unraisable(hook_args: Any) -> None:
     if hook_args.exc_type is KeyboardInterrupt:
-        # It was raised in a callback, such as JAX's at garbage collection: raise it again, later.
-        main = threading.main_thread().ident
-        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        # It was raised in a callback, such as JAX's at garbage collection.
+        threading.Thread(target=_interrupt_again, daemon=True).start()
         return
     # A failed save leaves tasks and event loops of Orbax behind, which cause these two messages.
     # The error of the save is raised elsewhere.
