@@ -84,6 +84,7 @@ def swallowed(phase, info):
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(monkeypatch, capfd):
     def main():
         gc.callbacks.append(swallowed)
