@@ -14,9 +14,8 @@ from absl import logging
 from diffusion_jax.config.settings import TEXTS, Data
 from diffusion_jax.data import records, rows, sources, storage, tars
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.data.sources import metadata
+from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
-from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.files import untrusted
 
 # Text fields that never hold captions.
@@ -92,7 +91,7 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     counts = {}
     for place in [*places, *_of_tables(set(files) - set(beside), errors)]:
         try:
-            counts[place] = len(Folder(path, place, "drop"))
+            counts[place] = folder.num_captioned(path, place)
         except ValueError as error:
             errors.append(error)
     if not counts and packed and (packed[0] != "parquet" or _has_pictures(files)):

@@ -73,3 +73,22 @@ class Inventory:
             names = ", ".join(self.first[reason] + ["..."] * (number > len(self.first[reason])))
             rows.append(("left out", untrusted.printable(f"{number:,} {reason}: {names}")))
         return rows
+
+
+class LeftOut(Inventory):
+    """An inventory that also collects the name of each left-out file, for a table."""
+
+    def __init__(self):
+        super().__init__()
+        self._new: list[tuple[str, str]] = []
+
+    def add(self, kind: str, names: Sequence[str], number: int | None = None) -> None:
+        """Add files of one kind; see Inventory.add."""
+        super().add(kind, names, number)
+        if kind not in USED:
+            self._new += [(name, kind) for name in names]
+
+    def take(self) -> list[tuple[str, str]]:
+        """Return (name, reason) of the files that were left out since the last call."""
+        taken, self._new = self._new, []
+        return taken

@@ -245,6 +245,16 @@ def read_numbers(contents: bytes, fields: Sequence[Field]) -> dict[str, Any]:
     return {name: values.get(name) for name in names} if isinstance(values, dict) else {}
 
 
+def number_of(field: Field, value: Any) -> float | Unusable:
+    """Return the number of a field, or the Unusable error for a value that is none in its range."""
+    if isinstance(value, Unusable):
+        return value
+    try:
+        return field.number(value)
+    except ValueError as error:
+        return Unusable("broken_number", str(error))
+
+
 def checked_numbers(record: Record, fields: Sequence[Field]) -> dict[str, float]:
     """Return the numbers of a record, keyed by Field.name.
 

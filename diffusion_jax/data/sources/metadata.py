@@ -13,7 +13,7 @@ import pathlib
 import posixpath
 import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import captions, records, rows
@@ -24,6 +24,15 @@ SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
 }  # fmt: skip
 """The suffix of each kind of table in data.text."""
+
+
+class Found(NamedTuple):
+    """What tables say of an image."""
+
+    value: Any
+    """The caption, captions.Captions or the number."""
+    origins: Sequence[str]
+    """For each caption, the table, its column and how the row names the image."""
 
 
 class _Images:
@@ -59,7 +68,7 @@ def read(
     field: str,
     inventory: Inventory,
     number: Field | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Found]:
     """Return the captions or numbers in all tables of one kind, keyed by image.
 
     Several rows of one image are several captions (captions.Captions). A caption that is not UTF-8
@@ -98,12 +107,14 @@ def read(
                     f"both {root / table_of[image]} and {root / table} describe {image}: remove "
                     "one of the tables"
                 )
-            if number and len(set(several)) > 1:
+            if number and len({value for value, _ in several}) > 1:
                 raise ValueError(
                     f"{root / table} has several numbers in the column {field} for {image}: "
-                    f"{several[0]:g} and others; keep one"
+                    f"{several[0][0]:g} and others; keep one"
                 )
-            found[image] = several[0] if number else captions.join((t, 1.0) for t in several)
+            value = several[0][0] if number else captions.join((t, 1.0) for t, _ in several)
+            origins = [f"{table}: {field}, {how}" for t, how in several for _ in captions.every(t)]
+            found[image] = Found(value, origins)
             table_of[image] = table
     inventory.add("row_without_image", [f"{place}: {name}" for place, name in lost])
     if not found and lost:
@@ -151,7 +162,7 @@ def _read_table(
     inventory: Inventory,
     number: Field | None,
 ) -> tuple[Mapping[str, list[Any]], list[tuple[str, str]]]:
-    """Return the values of each image in a table, and (place, name) of rows without an image.
+    """Return (value, how it was found) of each image, and (place, name) of rows without an image.
 
     The table's columns are added to `columns`. Raises ValueError if a row is malformed.
     """
@@ -186,7 +197,7 @@ def _read_table(
         else:
             image = images.path(folder, str(name))
         if image in images.paths:
-            texts[image].append(text)
+            texts[image].append((text, "by key" if column == rows.KEY else "exact path"))
         else:
             later.append((place, image or str(name), text))
             depths[later[-1][1]] = _slashed(str(name)).removeprefix("./").count("/") + 1
@@ -194,14 +205,17 @@ def _read_table(
         inventory.add(TEXTS, [table])
     if column != rows.KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
-        for form in (folded, _stem, _folded_stem):
-            later = _assign(texts, later, images, form)
+        for form, how in _FORMS.items():
+            later = _assign(texts, later, images, form, how)
         if not texts:  # The images may be in another folder, but in all folders that a row names.
             parts = collections.defaultdict[int, list[Any]](list)
             for row in later:
                 parts[depths[row[1]]].append(row)
-            rest = {depth: _assign(texts, parts[depth], images, _tail(depth)) for depth in parts}
-            later = [row for of_depth in rest.values() for row in of_depth]
+            rest = [
+                _assign(texts, parts[depth], images, _tail(depth), _by_end(depth))
+                for depth in parts
+            ]
+            later = [row for of_depth in rest for row in of_depth]
     return texts, [(place, name) for place, name, _ in later]
 
 
@@ -226,6 +240,7 @@ def _assign(
     rows_left: Sequence[tuple[str, str, Any]],
     images: _Images,
     form: Callable[[str], str],
+    how: str,
 ) -> list[tuple[str, str, Any]]:
     """Add the texts of rows (place, name, text) whose names have the same form as an image's path.
 
@@ -241,7 +256,7 @@ def _assign(
         if not image or image in exact or len(names[image]) > 1:
             others.append(row)
         else:
-            texts[image].append(row[2])
+            texts[image].append((row[2], how))
     return others
 
 
@@ -256,6 +271,16 @@ def _folded_stem(name: str) -> str:
 def folded(name: str) -> str:
     """Return the form of a name that is the same in other case or Unicode form."""
     return unicodedata.normalize("NFC", name).casefold()
+
+
+_FORMS = {folded: "other case or Unicode form", _stem: "without the suffix",
+          _folded_stem: "without the suffix, other case or Unicode form"}  # fmt: skip
+"""How the names of rows may differ from an image's path."""
+
+
+def _by_end(depth: int) -> str:
+    """Return the origin of captions whose rows name the last `depth` parts of an image's path."""
+    return "by the file name alone" if depth == 1 else f"by the last {depth} parts of the path"
 
 
 def _slashed(name: str) -> str:

@@ -1,0 +1,626 @@
+"""Tables of data sets: what is known of each picture, in small files that are mapped into memory.
+
+An importer (data/importers) reads foreign files once, and yields a Row for each picture. `write`
+stores the rows, and Table reads them in any order. So training knows one kind of data.
+
+A table is a folder. Its card.json names the files of its parts. A part has at most PART rows:
+
+    HASH.rows.arrow     place of the picture: file int32 (its number in the card; -1: the name is
+                        the file), at int64, size int64; key uint64; text list<int32>, numbers of
+                        rows in the next file; weight list<float64>, unless all texts have one;
+                        number_NAME float64 for each field (NaN: unreadable or missing)
+    HASH.texts.arrow    the distinct texts: text large_binary; kind uint8: a caption, the reason for
+                        which it is unusable, or the format of embeddings in a file; file, at and
+                        size, the place of these
+    HASH.names.arrow    name, image and mask large_binary, origin list<int16>, note large_binary
+    HASH.left.arrow     name and reason large_binary of files that are no rows
+
+Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
+copy. It is named by its contents: equal parts of several tables are stored once, and an import that
+was killed leaves no file that another import could take for a different one.
+"""
+
+import array
+import bisect
+import collections
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+from jaxtyping import Bool, Int, UInt64
+
+from diffusion_jax import files
+from diffusion_jax.data import captions, reading, records
+from diffusion_jax.data.captions import Captions
+from diffusion_jax.data.decoding import Unusable
+from diffusion_jax.data.inventory import PICTURES, Inventory, LeftOut
+from diffusion_jax.data.reading import Place
+from diffusion_jax.data.records import Record, Records
+
+PART = 2**18
+"""The largest number of rows of a part."""
+CARD = "card.json"
+_VERSION = 1
+_CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
+
+
+class InPlace(NamedTuple):
+    """A text that stays in its file, such as embeddings."""
+
+    place: Place
+    format: str
+    """The place in data.text, such as "t5.npy"; see records.read_text."""
+    weight: float = 1.0
+
+
+class Row(NamedTuple):
+    """What an importer knows of a picture."""
+
+    name: str
+    """The name of the picture in messages. Of an image file in a folder, its path in it."""
+    key: int
+    """An integer from 0 to 2^64 - 1 that stays the same if other pictures are added."""
+    image: Place
+    text: str | Captions | Unusable | Sequence[InPlace] = ()
+    """The caption, several captions, the reason for which they cannot be read, or the places of
+    embeddings. An empty sequence: the picture has no text."""
+    origins: Sequence[str] = ()
+    """Where each of the texts comes from, for people: "NAME.txt", or "train.csv: text"."""
+    numbers: Mapping[str, float | Unusable] = {}
+    """The numbers of data.fields, keyed by Field.name."""
+    mask: Place | None = None
+    """The file of the loss's weights."""
+
+
+class Table(Records):
+    """A list of pictures with texts, read through a table.
+
+    A view of a table has some of the rows, in the same order.
+    """
+
+    def __init__(self, home: str | os.PathLike[str] | Mapping[str, Any]):
+        """Open the table in a folder, and check its files against the card.
+
+        Args:
+            home: the folder, or the table that `in_memory` made.
+
+        Raises:
+            FileNotFoundError: there is no table in the folder.
+            ValueError: a file is missing or has changed, or a newer version wrote the table.
+        """
+        contents = home if isinstance(home, Mapping) else None
+        self.home = None if contents else files.path(home)  # pyright: ignore
+        self.card = json.loads(contents[CARD] if contents else _card(self.home))
+        open_file = functools.partial(_open, self.home, contents)
+        self._parts = [_Part(part, open_file) for part in self.card["parts"]]
+        self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+        self._rows: np.ndarray | None = None
+        self._bare: Any = Unusable("no_caption", "it has no text")
+
+    def view(self, rows: Int[np.ndarray, "N"], bare: str | None = None) -> "Table":
+        """Return a view of these sorted rows. A row without texts has the caption `bare`."""
+        view = Table.__new__(Table)
+        vars(view).update(vars(self), _rows=rows)
+        if bare is not None:
+            view._bare = bare
+        return view
+
+    @property
+    def id(self) -> str:
+        """A digest of all rows and of the rule; equal for copies of a data set."""
+        return self.card["id"]
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1]) if self._rows is None else len(self._rows)
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        """Return the pictures with these indices and their texts.
+
+        Raises OSError if a file was removed, and ValueError if a file of several pictures changed.
+        """
+        found = [self._parts[part].row(row, self) for part, row in self._inside(indices)]
+        groups = [
+            [row.image, *([row.mask] if row.mask else []), *_places(row.text)] for row in found
+        ]
+        contents = reading.read(groups)
+        return [self._record(row, of) for row, of in zip(found, contents, strict=True)]
+
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        found = [self._parts[part].text(row, self) for part, row in self._inside(indices)]
+        contents = reading.read([_places(text) for text in found])
+        return [_joined(text, of) for text, of in zip(found, contents, strict=True)]
+
+    def heads(self, indices: Sequence[int]) -> list[bytes]:
+        return reading.ends(self.places(indices), records.HEAD)
+
+    def ends(self, indices: Sequence[int]) -> list[bytes]:
+        return reading.ends(self.places(indices), -records.HEAD)
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        return self._column("key", indices, np.uint64)
+
+    def places(self, indices: Sequence[int]) -> list[Place]:
+        """Return where the picture of each row lies."""
+        return [self._parts[part].place(row, self) for part, row in self._inside(indices)]
+
+    def names(self, indices: Sequence[int]) -> list[str]:
+        """Return the name of each row."""
+        return [self._parts[part].name(row, self) for part, row in self._inside(indices)]
+
+    def origins(self, indices: Sequence[int]) -> list[tuple[str, ...]]:
+        """Return where each of the texts of each row comes from."""
+        codes = (self._parts[part].origins(row) for part, row in self._inside(indices))
+        return [tuple(self.card["origins"][code] for code in of_row) for of_row in codes]
+
+    def bare(self) -> Int[np.ndarray, "N"]:
+        """Return the rows without any text, of the whole table."""
+        parts = zip(self._parts, self._firsts, strict=False)
+        return np.concatenate([part.bare() + first for part, first in parts] or [np.zeros(0, int)])
+
+    def lacks_number(self, field: str) -> Bool[np.ndarray, "N"]:
+        """Return for each row of the whole table whether its number is missing, not just wrong."""
+        found = [part.lacks_number(field) for part in self._parts]
+        return np.concatenate(found or [np.zeros(0, bool)])
+
+    def lacks_mask(self) -> Bool[np.ndarray, "N"]:
+        """Return for each row of the whole table whether it has no file with a mask."""
+        found = [part.lacks_mask() for part in self._parts]
+        return np.concatenate(found or [np.zeros(0, bool)])
+
+    def left(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, reason) of each file that is no row."""
+        return itertools.chain.from_iterable(part.left() for part in self._parts)
+
+    def inventory(self) -> Inventory:
+        inventory = Inventory(self.card["inventory"])
+        if self._rows is not None and (left := int(self._firsts[-1]) - len(self._rows)):
+            inventory.counts[PICTURES] -= left
+            rows = self.bare()
+            rows = rows[~np.isin(rows, self._rows)]
+            whole = self.view(np.arange(self._firsts[-1]))
+            inventory.add("no_caption", whole.names(rows[:3].tolist()), len(rows))
+        return inventory
+
+    def files(self) -> list[str]:
+        """Return the files that are read again in training; the captions are in the table."""
+        found = (name for part in self._parts for name in part.files())
+        return [self.path(name) for name in (*(name for name, _ in self.card["files"]), *found)]
+
+    def path(self, name: str) -> str:
+        """Return the path or URL of a file of the data set, which the table names in short."""
+        return _beside(self.card["root"], name)
+
+    def _inside(self, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yield (part, row in the part) of each index."""
+        firsts = self._firsts.tolist()
+        for index in indices:
+            row = int(index if self._rows is None else self._rows[index])
+            part = bisect.bisect_right(firsts, row) - 1
+            yield part, row - firsts[part]
+
+    def _record(self, row: "_Found", contents: Sequence[bytes | Unusable]) -> Record:
+        image, *rest = contents
+        mask = rest.pop(0) if row.mask else None
+        text = _joined(row.text, rest)
+        for part in (image, mask):
+            if isinstance(part, Unusable):
+                return Record(b"", part, row.name)
+        return Record(image, text, row.name, row.numbers, mask)  # pyright: ignore
+
+    def _column(self, name: str, indices: np.ndarray, kind: Any) -> np.ndarray:
+        rows = indices if self._rows is None else self._rows[indices]
+        parts = np.searchsorted(self._firsts, rows, side="right") - 1
+        values = np.zeros(len(rows), kind)
+        for part in np.unique(parts).tolist():
+            at = parts == part
+            values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
+        return values
+
+
+class _Found(NamedTuple):
+    """A row of a table, with paths instead of the numbers of files."""
+
+    image: Place
+    text: Any
+    name: str
+    numbers: Mapping[str, Any]
+    mask: Place | None
+
+
+class _Part:
+    """The mapped columns of a part. Names and left files are mapped when they are first needed."""
+
+    def __init__(self, card: Mapping[str, Any], open_file: Callable[[Any], Mapping[str, Any]]):
+        self._card, self._open = card, open_file
+        self.rows, self._texts = open_file(card["rows"]), open_file(card["texts"])
+
+    def __len__(self) -> int:
+        return len(self.rows["key"])
+
+    @functools.cached_property
+    def _names(self) -> Mapping[str, Any]:
+        return self._open(self._card["names"])
+
+    def left(self) -> Iterator[tuple[str, str]]:
+        left = self._open(self._card["left"])
+        for row in range(len(left["name"])):
+            yield os.fsdecode(left["name"][row]), os.fsdecode(left["reason"][row])
+
+    def files(self) -> Iterator[str]:
+        """Yield the names of the files that hold one picture, mask or text each."""
+        for row in np.flatnonzero(self.rows["file"] < 0).tolist():
+            yield os.fsdecode(self._names["image"][row] or self._names["name"][row])
+        yield from map(os.fsdecode, filter(None, map(self._names["mask"].__getitem__, range(len(self)))))
+        alone = (self._texts["kind"] == _IN_PLACE) & (self._texts["file"] < 0)
+        for number in np.flatnonzero(alone).tolist():
+            yield os.fsdecode(self._texts["text"][number].partition(b"\n")[2])
+
+    def bare(self) -> np.ndarray:
+        first, last = self.rows["text"].firsts[:-1], self.rows["text"].firsts[1:]
+        return np.flatnonzero(first == last)
+
+    def lacks_number(self, field: str) -> np.ndarray:
+        missing = np.isnan(self.rows[f"number_{field}"])
+        for row in np.flatnonzero(missing).tolist():
+            missing[row] = field not in json.loads(self._names["note"][row] or b"{}")
+        return missing
+
+    def lacks_mask(self) -> np.ndarray:
+        return np.diff(self._names["mask"].firsts) == 0
+
+    def row(self, row: int, table: Table) -> _Found:
+        mask = self._names["mask"][row]
+        return _Found(
+            self.place(row, table), self.text(row, table), self.name(row, table),
+            {name: self._number(name, row) for name in table.card["fields"]},
+            Place(table.path(os.fsdecode(mask))) if mask else None,
+        )  # fmt: skip
+
+    def name(self, row: int, table: Table) -> str:
+        name, file = os.fsdecode(self._names["name"][row]), int(self.rows["file"][row])
+        tar = file >= 0 and table.card["files"][file][1] == reading.TAR
+        return f"{table.path(table.card['files'][file][0])}/{name}" if tar else name
+
+    def place(self, row: int, table: Table) -> Place:
+        file, at, size = (int(self.rows[name][row]) for name in ("file", "at", "size"))
+        if file >= 0:
+            name, kind = table.card["files"][file]
+            return Place(table.path(name), at, size, kind)
+        name = self._names["image"][row] or self._names["name"][row]
+        return Place(table.path(os.fsdecode(name)), at, size)
+
+    def origins(self, row: int) -> list[int]:
+        return self._names["origin"][row].tolist()
+
+    def text(self, row: int, table: Table) -> Any:
+        """Return the text of a row, or its InPlace texts."""
+        numbers = self.rows["text"][row].tolist()
+        if not numbers:
+            return table._bare
+        texts = [self._text(number, table) for number in numbers]
+        weights = self.rows["weight"][row].tolist() if "weight" in self.rows else ()
+        if isinstance(texts[0], InPlace):
+            return [t._replace(weight=w) for t, w in zip(texts, weights or [1.0], strict=True)]
+        return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
+
+    def _text(self, number: int, table: Table) -> Any:
+        text, kind = self._texts["text"][number], self._texts["kind"][number]
+        if kind == _CAPTION:
+            return text.decode()
+        if kind == _UNUSABLE:
+            reason, _, detail = text.decode(errors="surrogateescape").partition("\n")
+            return Unusable(reason, detail)
+        file, at, size = (int(self._texts[name][number]) for name in ("file", "at", "size"))
+        format, _, name = os.fsdecode(text).partition("\n")
+        kind = reading.FILE
+        if file >= 0:
+            name, kind = table.card["files"][file]
+        return InPlace(Place(table.path(name), at, size, kind), format)
+
+    def _number(self, field: str, row: int) -> Any:
+        number = float(self.rows[f"number_{field}"][row])
+        notes = json.loads(self._names["note"][row] or b"{}")
+        return Unusable("broken_number", notes[field]) if field in notes else number
+
+
+class _Bytes(NamedTuple):
+    """A mapped column of large_binary."""
+
+    firsts: Int[np.ndarray, "N+1"]
+    data: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def __getitem__(self, row: int) -> Any:
+        return self.data[self.firsts[row] : self.firsts[row + 1]].tobytes()
+
+
+class _Lists(_Bytes):
+    """A mapped column of lists."""
+
+    def __getitem__(self, row: int) -> Any:
+        return self.data[self.firsts[row] : self.firsts[row + 1]]
+
+
+def write(
+    home: str | os.PathLike[str] | dict[str, bytes],
+    rows: Iterable[Row],
+    inventory: LeftOut,
+    *,
+    root: str = "",
+    rule: Mapping[str, Any] = {},
+    facts: Mapping[str, Any] = {},
+    seen: str = "",
+) -> None:
+    """Write a table. It replaces the table in the same folder once it is complete.
+
+    Args:
+        home: the folder, or a dictionary that gets the files.
+        rows: the rows, which are written part by part while they are read.
+        inventory: the files that are no rows; the importer completes it while it yields the rows.
+        root: the folder of the data set. Paths below it are stored relative to it.
+        rule: everything in the config that the rows depend on. Its "fields" name the numbers.
+        facts: more that messages need, which may change until the last row is read.
+        seen: a digest of the files' names, sizes and times, which is not part of the table's id.
+            Of damaged files it is not kept, because reading them again may succeed.
+    """
+    place = None if isinstance(home, dict) else files.path(home)
+    if place:
+        place.mkdir(parents=True, exist_ok=True)
+    store = functools.partial(_store, home if place is None else place)
+    shared, parts, fields = _Shared(root), list[Any](), list(rule.get("fields", ()))
+    rows, more = iter(rows), True
+    while more:
+        chunk = itertools.islice(rows, PART)
+        part = _Writer(shared, fields)
+        for row in chunk:
+            part.add(row)
+        more = len(part) == PART
+        if len(part) or not parts:
+            left = inventory.take() if not more else []
+            parts.append({name: store(name, of) for name, of in part.columns(left).items()})
+    if left := inventory.take():
+        parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
+    kept = {"version": _VERSION, "rule": rule, "fields": fields, "parts": parts,
+            "files": shared.files, "origins": list(shared.origins),
+            "inventory": inventory.saved()}  # fmt: skip
+    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+    seen = "" if inventory.damaged() else seen
+    card = json.dumps(kept | {"id": digest, "root": root, "seen": seen, "facts": facts}, indent=1).encode()
+    if place is None:
+        home[CARD] = card  # pyright: ignore
+    else:
+        files.write_whole(place / CARD, card)
+
+
+def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
+    """Return a table that is not written to a disk; see `write`."""
+    contents = dict[str, bytes]()
+    write(contents, rows, inventory, **options)
+    return Table(contents)
+
+
+class _Shared:
+    """What all parts of a table number: containers and origins."""
+
+    def __init__(self, root: str):
+        self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
+        self._numbers = dict[tuple[str, str], int]()
+
+    def short(self, path: str) -> str:
+        """Return a path as the table stores it: relative to the root if it is below it."""
+        root = self.root if self.root.endswith("/") else f"{self.root}/"
+        return path.removeprefix(root) if self.root else path
+
+    def file(self, path: str, kind: str) -> int:
+        key = self.short(path), kind
+        if key not in self._numbers:
+            self._numbers[key] = len(self.files)
+            self.files.append(key)
+        return self._numbers[key]
+
+    def origin(self, text: str) -> int:
+        return self.origins.setdefault(text, len(self.origins))
+
+
+class _Writer:
+    """Collects the rows of a part, in compact arrays."""
+
+    def __init__(self, shared: _Shared, fields: Sequence[str]):
+        self._shared, self._fields = shared, fields
+        new = lambda kinds: {name: array.array(kind) for name, kind in kinds.items()}
+        self._rows = new({"file": "i", "at": "q", "size": "q", "key": "Q"})
+        self._numbers = new({f"number_{name}": "d" for name in fields})
+        self._texts = new({"kind": "B", "file": "i", "at": "q", "size": "q"})
+        self._entries, self._weights, self._origins = (array.array(k) for k in "idh")
+        self._ends, self._origin_ends = array.array("i", [0]), array.array("i", [0])
+        self._known, self._names = dict[Any, int](), collections.defaultdict[str, Any](_Buffer)
+        self._words = _Buffer()
+
+    def __len__(self) -> int:
+        return len(self._rows["key"])
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        own = row.image.kind == reading.FILE
+        file = -1 if own else self._shared.file(row.image.file, row.image.kind)
+        values = file, row.image.at, row.image.size, row.key
+        for column, value in zip(self._rows.values(), values, strict=True):
+            column.append(value)
+        notes = {}
+        for name in self._fields:
+            number = row.numbers.get(name, float("nan"))
+            if isinstance(number, Unusable):
+                notes[name] = str(number).partition(": ")[2]
+                number = float("nan")
+            self._numbers[f"number_{name}"].append(number)
+        texts, weights = _texts(row.text)
+        for text, weight in zip(texts, weights, strict=True):
+            self._entries.append(self._number(text))
+            self._weights.append(weight)
+        self._ends.append(len(self._entries))
+        self._origins.extend(map(self._shared.origin, row.origins))
+        self._origin_ends.append(len(self._origins))
+        image = self._shared.short(row.image.file) if own else ""
+        mask = self._shared.short(row.mask.file) if row.mask else ""
+        self._names["name"].add(os.fsencode(row.name))
+        self._names["image"].add(os.fsencode(image if image != row.name else ""))
+        self._names["mask"].add(os.fsencode(mask))
+        self._names["note"].add(json.dumps(notes).encode() if notes else b"")
+
+    def _number(self, text: Any) -> int:
+        """Return the number of a text in the part."""
+        place = -1, 0, 0
+        if isinstance(text, InPlace):
+            own, where = text.place.kind == reading.FILE, text.place
+            file = -1 if own else self._shared.file(where.file, where.kind)
+            place, kind = (file, where.at, where.size), _IN_PLACE
+            name = f"\n{self._shared.short(where.file)}" if own else ""
+            content = os.fsencode(f"{text.format}{name}")
+        elif isinstance(text, Unusable):
+            kind, detail = _UNUSABLE, str(text).partition(": ")[2]
+            content = f"{text.reason}\n{detail}".encode(errors="surrogateescape")
+        else:
+            kind, content = _CAPTION, text.encode()
+        found = self._known.setdefault((kind, content, place), len(self._known))
+        if found == len(self._words):
+            self._words.add(content)
+            for column, value in zip(self._texts.values(), (kind, *place), strict=True):
+                column.append(value)
+        return found
+
+    def columns(self, left: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """Return the columns of the part's files, keyed by the kind of file."""
+        texts = {"text": self._words.column(), **_flat(self._texts)}
+        rows = {**_flat(self._rows), **_flat(self._numbers)}
+        rows["text"] = _lists(self._ends, self._entries, pyarrow.int32())
+        if any(weight != 1 for weight in self._weights):
+            rows["weight"] = _lists(self._ends, self._weights, pyarrow.float64())
+        names: dict[str, Any] = {n: self._names[n].column() for n in ("name", "image", "mask", "note")}
+        names["origin"] = _lists(self._origin_ends, self._origins, pyarrow.int16())
+        columns = {"name": _Buffer(), "reason": _Buffer()}
+        for of in left:
+            for column, value in zip(columns.values(), of, strict=True):
+                column.add(os.fsencode(value))
+        return {"rows": rows, "texts": texts, "names": names,
+                "left": {name: column.column() for name, column in columns.items()}}  # fmt: skip
+
+
+class _Buffer:
+    """Collects the values of a column of bytes."""
+
+    def __init__(self):
+        self._ends, self._data = array.array("q", [0]), bytearray()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def add(self, value: bytes) -> None:
+        self._data += value
+        self._ends.append(len(self._data))
+
+    def column(self) -> Any:
+        buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(bytes(self._data))]
+        return pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
+
+
+_ARROW = {"B": pyarrow.uint8(), "i": pyarrow.int32(), "q": pyarrow.int64(), "Q": pyarrow.uint64(),
+          "d": pyarrow.float64()}  # fmt: skip
+
+
+def _flat(columns: Mapping[str, array.array]) -> dict[str, Any]:
+    make = pyarrow.Array.from_buffers
+    return {
+        name: make(_ARROW[column.typecode], len(column), [None, pyarrow.py_buffer(column)])
+        for name, column in columns.items()
+    }
+
+
+def _lists(ends: array.array, values: array.array, kind: Any) -> Any:
+    inner = pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
+    buffers = [None, pyarrow.py_buffer(ends)]
+    return pyarrow.Array.from_buffers(pyarrow.list_(kind), len(ends) - 1, buffers, children=[inner])
+
+
+def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Write the columns of a file, and return its name, size and CRC-32."""
+    batch = pyarrow.record_batch(list(columns.values()), names=list(columns))
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = sink.getvalue()
+    digest = hashlib.blake2b(content, digest_size=12).hexdigest()
+    name = f"{digest}.{kind}.arrow"
+    if isinstance(home, dict):
+        home[name] = content.to_pybytes()
+    elif not (home / name).exists():
+        files.write_whole(home / name, content.to_pybytes())
+    return name, content.size, zlib.crc32(content)
+
+
+def _card(home: Any) -> bytes:
+    try:
+        return (home / CARD).read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no table in {home}: import the data again") from None
+
+
+def _open(home: Any, contents: Mapping[str, Any] | None, of: Sequence[Any]) -> Mapping[str, Any]:
+    """Map the columns of an Arrow file. Raises ValueError if the file is not the one on the card."""
+    name, size, crc = of
+    mapped = (
+        pyarrow.py_buffer(contents[name]) if contents is not None
+        else pyarrow.memory_map(os.fspath(files.cached(home / name))).read_buffer()
+    )  # fmt: skip
+    if (mapped.size, zlib.crc32(mapped)) != (size, crc):
+        raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
+    with pyarrow.ipc.open_file(mapped) as reader:
+        batch = reader.get_batch(0)
+    return {name: _view(batch.column(name)) for name in batch.schema.names}
+
+
+def _view(column: Any) -> Any:
+    """Return a column of Arrow as an object that numpy indexes, without a copy."""
+    _, *buffers = column.buffers()
+    view = lambda buffer, kind: np.frombuffer(buffer or b"", kind)
+    if pyarrow.types.is_large_binary(column.type):
+        return _Bytes(view(buffers[0], np.int64), view(buffers[1], np.uint8))
+    if pyarrow.types.is_list(column.type):
+        values = view(buffers[2], column.type.value_type.to_pandas_dtype())
+        return _Lists(view(buffers[0], np.int32), values)
+    return view(buffers[0], column.type.to_pandas_dtype())
+
+
+def _beside(root: str, name: str) -> str:
+    return name if "://" in name or not root else os.path.join(root, name)
+
+
+def _texts(text: Any) -> tuple[Sequence[Any], Sequence[float]]:
+    if isinstance(text, Captions):
+        return text
+    if isinstance(text, str | Unusable):
+        return [text], [1.0]
+    return text, [of.weight for of in text]
+
+
+def _places(text: Any) -> list[Place]:
+    return [of.place for of in text] if isinstance(text, list) else []
+
+
+def _joined(text: Any, contents: Sequence[bytes | Unusable]) -> Any:
+    """Return the text of a row, whose InPlace texts have these contents."""
+    if not isinstance(text, list):
+        return text
+    pairs = zip(text, contents, strict=True)
+    read = lambda of, c: c if isinstance(c, Unusable) else records.read_text(c, of.format)
+    return captions.join((read(of, c), of.weight) for of, c in pairs)
