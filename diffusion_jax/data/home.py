@@ -3,10 +3,13 @@
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
 settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
-imported again, which writes only the parts that changed.
+imported again, which writes only the parts that changed. The last tables are kept: a run whose
+data set grew goes on with its own table.
 """
 
+import collections
 import contextlib
+import contextvars
 import hashlib
 import json
 import os
@@ -16,12 +19,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import filelock
+import numpy as np
+from absl import logging
 
+from diffusion_jax import files
 from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
+from diffusion_jax.files import untrusted
 
 FOLDER = ".diffusion_jax"
+RUN = "data.json"
+"""The file in a workdir that holds the ids of the tables that the run reads."""
+_KEPT = 3  # Number of tables of a data set that are kept.
 
 
 class Source(NamedTuple):
@@ -41,6 +51,52 @@ class Source(NamedTuple):
     """More for the card, such as the "suffixes" of all files; complete after the last row."""
 
 
+class Tables:
+    """The tables that a run reads: for each rule, their ids in the order in which they are opened.
+
+    A run may read several data sets with one rule, as the parts of a mixture.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], begun: bool):
+        """Read the ids in a workdir. If the run has not `begun`, it may read any table."""
+        self._path, self._ids = files.path(workdir) / RUN, collections.defaultdict[str, list](list)
+        self._used: Mapping[str, list[str]] = {}
+        if begun and self._path.exists():
+            self._used = untrusted.parse_json(self._path.read_text())
+
+    def choose(self, name: str, found: Table, source: Source) -> Table:
+        """Return the table that the run reads: `found`, or its own one if the data set grew.
+
+        Raises ValueError if files of its own table are missing.
+        """
+        used, number = self._used.get(name, []), len(self._ids[name])
+        own = _older(found, used[number]) if number < len(used) else None
+        if own is not None and not same_rows(own, found):
+            _check_grown(own, found, source)
+            found = own
+        self._ids[name].append(found.id)
+        return found
+
+    def write(self) -> None:
+        """Write the ids of the opened tables into the workdir."""
+        if self._ids != self._used:
+            files.write_whole(self._path, json.dumps(self._ids))
+
+
+_RUN = contextvars.ContextVar[Tables | None]("the tables of the run", default=None)
+
+
+@contextlib.contextmanager
+def tables_of(workdir: str | os.PathLike[str], begun: bool = True) -> Iterator[Tables]:
+    """In this context, `open_table` opens the tables that the run in `workdir` reads."""
+    tables = Tables(workdir, begun)
+    token = _RUN.set(tables)
+    try:
+        yield tables
+    finally:
+        _RUN.reset(token)
+
+
 def open_table(source: Source) -> Table:
     """Return the table of a data set, which is imported if it is new or has changed.
 
@@ -48,20 +104,74 @@ def open_table(source: Source) -> Table:
         ValueError: a file cannot be read; see the importers.
         OSError: a file is missing.
     """
-    seen, name = _seen(source), _digest(source.rule)
-    folders = _folders(source, name)
+    name, run = _digest(source.rule), _RUN.get()
+    found = _newest(source, name)
+    return run.choose(name, found, source) if run and found.home else found
+
+
+def _newest(source: Source, name: str) -> Table:
+    stamps = dict(zip(source.files, storage.stamps(source.files), strict=True))
+    seen, folders = _seen(source.root, stamps), _folders(source, name)
     for folder in folders:
         if (found := _open(folder, source, seen)) is not None:
             return found
-    options = {"root": source.root, "rule": source.rule, "facts": source.facts, "seen": seen}
     folder = next(filter(_is_writable, folders), None)
+    options = {"root": source.root, "rule": source.rule, "facts": source.facts, "seen": seen,
+               "stamps": stamps}  # fmt: skip
     if folder is None:
         return table.in_memory(source.rows(source.left), source.left, **options)
     with filelock.FileLock(folder / ".lock"):
-        if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
-            return found
-        table.write(folder, source.rows(source.left), source.left, **options)
-        return Table(folder)
+        if (found := _open(folder, source, seen)) is None:  # Another process may have imported it.
+            table.write(folder, source.rows(source.left), source.left, **options)
+            found = Table(folder)
+            _prune(folder)
+    return found
+
+
+def _prune(folder: pathlib.Path) -> None:
+    """Delete all tables but the last ones, and the files that only they need."""
+    cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    for card in cards[:-_KEPT]:
+        card.unlink(missing_ok=True)
+    parts = (json.loads(card.read_bytes())["parts"] for card in cards[-_KEPT:])
+    kept = {name for of_card in parts for part in of_card for name, *_ in part.values()}
+    for path in folder.glob("*.arrow"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _older(found: Table, id: str) -> Table | None:
+    """Return the table with this id in the folder of another table, or None if it was deleted."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return found if found.id == id else Table(found.home, f"card-{id}.json")
+
+
+def same_rows(one: Table, other: Table) -> bool:
+    """Return whether two tables have the same pictures under the same numbers."""
+    rows = np.arange(len(one))
+    return len(one) == len(other) and np.array_equal(one.keys(rows), other.keys(rows))
+
+
+def _check_grown(own: Table, found: Table, source: Source) -> None:
+    """Check that all files of a run's table exist, and log how many pictures came later."""
+    stamps = found.card["stamps"]
+    changed = [n for n, old in own.card["stamps"].items() if stamps.get(n, old) != old]
+    if changed:
+        raise ValueError(
+            f"{own.path(changed[0])} has changed since this run began: restore it, or start a new "
+            "run, which keeps the weights with --continue_from"
+        )
+    present = set(source.files)
+    if missing := [path for path in own.files() if path not in present]:
+        raise ValueError(
+            f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
+            f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
+            "with --continue_from"
+        )
+    logging.info(
+        "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
+        "--continue_from also uses them", len(found) - len(own), source.root, len(own),
+    )  # fmt: skip
 
 
 def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
@@ -74,10 +184,10 @@ def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
             return found
 
 
-def _seen(source: Source) -> str:
+def _seen(root: str, stamps: Mapping[str, str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name, stamp in zip(source.files, storage.stamps(source.files), strict=True):
-        digest.update(os.fsencode(f"{name.removeprefix(source.root)} {stamp}\n"))
+    for name, stamp in stamps.items():
+        digest.update(os.fsencode(f"{name.removeprefix(root)} {stamp}\n"))
     return digest.hexdigest()
 
 

@@ -23,13 +23,11 @@ was killed leaves no file that another import could take for a different one.
 import array
 import bisect
 import collections
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
-import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,11 +85,12 @@ class Table(Records):
     A view of a table has some of the rows, in the same order.
     """
 
-    def __init__(self, home: str | os.PathLike[str] | Mapping[str, Any]):
+    def __init__(self, home: str | os.PathLike[str] | Mapping[str, Any], card: str = CARD):
         """Open the table in a folder, and check its files against the card.
 
         Args:
             home: the folder, or the table that `in_memory` made.
+            card: the name of the card; "card-ID.json" names an earlier table in the folder.
 
         Raises:
             FileNotFoundError: there is no table in the folder.
@@ -99,7 +98,7 @@ class Table(Records):
         """
         contents = home if isinstance(home, Mapping) else None
         self.home = None if contents else files.path(home)  # pyright: ignore
-        self.card = json.loads(contents[CARD] if contents else _card(self.home))
+        self.card = json.loads(contents[CARD] if contents else _read_card(self.home / card))
         open_file = functools.partial(_open, self.home, contents)
         self._parts = [_Part(part, open_file) for part in self.card["parts"]]
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
@@ -259,7 +258,9 @@ class _Part:
         """Yield the names of the files that hold one picture, mask or text each."""
         for row in np.flatnonzero(self.rows["file"] < 0).tolist():
             yield os.fsdecode(self._names["image"][row] or self._names["name"][row])
-        yield from map(os.fsdecode, filter(None, map(self._names["mask"].__getitem__, range(len(self)))))
+        yield from map(
+            os.fsdecode, filter(None, map(self._names["mask"].__getitem__, range(len(self))))
+        )
         alone = (self._texts["kind"] == _IN_PLACE) & (self._texts["file"] < 0)
         for number in np.flatnonzero(alone).tolist():
             yield os.fsdecode(self._texts["text"][number].partition(b"\n")[2])
@@ -361,6 +362,7 @@ def write(
     rule: Mapping[str, Any] = {},
     facts: Mapping[str, Any] = {},
     seen: str = "",
+    stamps: Mapping[str, str] = {},
 ) -> None:
     """Write a table. It replaces the table in the same folder once it is complete.
 
@@ -373,6 +375,8 @@ def write(
         facts: more that messages need, which may change until the last row is read.
         seen: a digest of the files' names, sizes and times, which is not part of the table's id.
             Of damaged files it is not kept, because reading them again may succeed.
+        stamps: for each path, a text that changes with the file. Those of files with several
+            pictures are kept.
     """
     place = None if isinstance(home, dict) else files.path(home)
     if place:
@@ -391,16 +395,22 @@ def write(
             parts.append({name: store(name, of) for name, of in part.columns(left).items()})
     if left := inventory.take():
         parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
-    kept = {"version": _VERSION, "rule": rule, "fields": fields, "parts": parts,
-            "files": shared.files, "origins": list(shared.origins),
-            "inventory": inventory.saved()}  # fmt: skip
-    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
-    seen = "" if inventory.damaged() else seen
-    card = json.dumps(kept | {"id": digest, "root": root, "seen": seen, "facts": facts}, indent=1).encode()
+    known = {"version": _VERSION, "rule": rule, "fields": fields, "files": shared.files,
+             "parts": [{n: of for n, of in p.items() if n != "left"} for p in parts]}  # fmt: skip
+    digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
+    kept = {**known, "parts": parts, "origins": list(shared.origins), "facts": facts,
+            "inventory": inventory.saved(), "id": digest, "root": root}  # fmt: skip
+    kept["seen"] = "" if inventory.damaged() else seen
+    containers = {name for name, _ in shared.files}
+    kept["stamps"] = {
+        s: stamp for p, stamp in stamps.items() if (s := shared.short(p)) in containers
+    }
+    card = json.dumps(kept, indent=1).encode()
     if place is None:
         home[CARD] = card  # pyright: ignore
     else:
-        files.write_whole(place / CARD, card)
+        for name in (f"card-{digest}.json", CARD):
+            files.write_whole(place / name, card)
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
@@ -506,7 +516,9 @@ class _Writer:
         rows["text"] = _lists(self._ends, self._entries, pyarrow.int32())
         if any(weight != 1 for weight in self._weights):
             rows["weight"] = _lists(self._ends, self._weights, pyarrow.float64())
-        names: dict[str, Any] = {n: self._names[n].column() for n in ("name", "image", "mask", "note")}
+        names: dict[str, Any] = {
+            n: self._names[n].column() for n in ("name", "image", "mask", "note")
+        }
         names["origin"] = _lists(self._origin_ends, self._origins, pyarrow.int16())
         columns = {"name": _Buffer(), "reason": _Buffer()}
         for of in left:
@@ -568,11 +580,11 @@ def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, 
     return name, content.size, zlib.crc32(content)
 
 
-def _card(home: Any) -> bytes:
+def _read_card(path: Any) -> bytes:
     try:
-        return (home / CARD).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no table in {home}: import the data again") from None
+        raise FileNotFoundError(f"there is no table {path}: import the data again") from None
 
 
 def _open(home: Any, contents: Mapping[str, Any] | None, of: Sequence[Any]) -> Mapping[str, Any]:
