@@ -49,6 +49,7 @@ PART = 2**18
 CARD = "card.json"
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
+_READ = ("rows", "texts", "names")  # The kinds of files that make the identity of a table.
 
 
 class InPlace(NamedTuple):
@@ -396,7 +397,7 @@ def write(
     if left := inventory.take():
         parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
     known = {"version": _VERSION, "rule": rule, "fields": fields, "files": shared.files,
-             "parts": [{n: of for n, of in p.items() if n != "left"} for p in parts]}  # fmt: skip
+             "parts": [[part[kind][0] for kind in _READ] for part in parts]}  # fmt: skip
     digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
     kept = {**known, "parts": parts, "origins": list(shared.origins), "facts": facts,
             "inventory": inventory.saved(), "id": digest, "root": root}  # fmt: skip
@@ -571,13 +572,25 @@ def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, 
     with pyarrow.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = sink.getvalue()
-    digest = hashlib.blake2b(content, digest_size=12).hexdigest()
-    name = f"{digest}.{kind}.arrow"
+    digest = hashlib.blake2b(digest_size=12)  # Of the values: versions of Arrow write other bytes.
+    for name, column in columns.items():
+        digest.update(f"{name} {column.type}\n".encode())
+        for buffer in filter(None, column.buffers()):
+            digest.update(buffer)
+    name, of = f"{digest.hexdigest()}.{kind}.arrow", (content.size, zlib.crc32(content))
     if isinstance(home, dict):
         home[name] = content.to_pybytes()
-    elif not (home / name).exists():
+    elif _size_and_crc(home / name) != of:
         files.write_whole(home / name, content.to_pybytes())
-    return name, content.size, zlib.crc32(content)
+    return name, *of
+
+
+def _size_and_crc(path: Any) -> tuple[int, int] | None:
+    """Return the size and CRC-32 of a file, or None if there is none."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    return len(content), zlib.crc32(content)
 
 
 def _read_card(path: Any) -> bytes:
@@ -588,7 +601,7 @@ def _read_card(path: Any) -> bytes:
 
 
 def _open(home: Any, contents: Mapping[str, Any] | None, of: Sequence[Any]) -> Mapping[str, Any]:
-    """Map the columns of an Arrow file. Raises ValueError if the file is not the one on the card."""
+    """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
     name, size, crc = of
     mapped = (
         pyarrow.py_buffer(contents[name]) if contents is not None
