@@ -84,17 +84,14 @@ def swallowed(phase, info):
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.slow
-def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(monkeypatch, capfd):
+def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(signals, monkeypatch, capfd):
     def main():
         gc.callbacks.append(swallowed)
         gc.collect()
         time.sleep(100)
 
     monkeypatch.setattr("sys.argv", ["command"])
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
         cli.run(main)
-    signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     assert capfd.readouterr().err == "stopped by Ctrl-C\n"
