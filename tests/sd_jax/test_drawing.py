@@ -182,6 +182,7 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
         ({"image": 5}, "the image is 5: give a path, a Pillow image or an array uint8"),
         ({"image": np.zeros((4, 4, 3))}, r"the image is float64\[4, 4, 3\]: give a path"),
         ({"image": "none.png"}, r"^image=none.png cannot be opened: \[Errno 2\]"),
+        ({"strength": 0.5}, "a strength was given without an image to draw over: give an image"),
         ({"lora": "a.pt"}, r"lora cannot change after loading: pass it to load\(\)"),
     ],
 )
