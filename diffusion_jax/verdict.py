@@ -87,7 +87,8 @@ def verdict(
     scorer: Any = _Pixels()
     training = copies.Training(_spread(batches.pictures), scorer, unseen or batches.pictures)
     nearest = training.nearest("pixels", scorer.features(images, captions)["pixels"])
-    sheets.write_png(sheet, training.sheet(nearest, lambda rows: images[np.asarray(rows)]))
+    redrawn = lambda rows: images[np.asarray(rows)]
+    sheets.write_png(sheet, training.sheet(nearest, redrawn, captions))
     yield "sheet", f"{sheet}: drawn pictures, each above the nearest training picture"
     distance = np.median(nearest.distances)
     shown = f"drawn pictures are {distance:.3g} from the nearest training picture"
