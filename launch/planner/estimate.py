@@ -135,20 +135,18 @@ def step_time(
     target: Target,
     mfu: float,
     exchanges: list[Collective],
-    update: float | None = None,
 ) -> Step:
     """Predict the seconds of a train step.
 
     `mfu` is the assumed model FLOP utilization of one device, and `exchanges` are the collectives
-    of the step. If `update` is given, it replaces the predicted seconds of the parameter update.
+    of the step.
     """
     model, kind = traced.model, target.kind
     samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
-    if update is None:
-        local_bytes = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
-        traffic_bytes = 2 * local_bytes(model.state) + local_bytes(model.state.params)
-        update = traffic_bytes / kind.memory_bandwidth
+    local_bytes = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
+    traffic_bytes = 2 * local_bytes(model.state) + local_bytes(model.state.params)
+    update = traffic_bytes / kind.memory_bandwidth
     return Step(arithmetic, update, traffic.seconds(exchanges, target))
 
 
@@ -158,7 +156,6 @@ def plan(
     *,
     mfu: float,
     pictures: int,
-    update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
     """Return the plan of a training run as a dict that can be written as JSON.
@@ -170,7 +167,6 @@ def plan(
     Args:
         mfu: Assumed model FLOP utilization of one device.
         pictures: Number of pictures in the data set.
-        update: Seconds of the parameter update, in place of the prediction.
         compiled: Source of temporary memory and communication; by default, both are estimated.
     """
     model, mesh = traced.model, accelerators.mesh_over(traced.model.mesh, target.devices)
@@ -181,7 +177,7 @@ def plan(
     if temporary is not None:
         need = need._replace(temporary=temporary)
     limit = memory.USABLE * target.kind.memory
-    step = step_time(traced, mesh, target, mfu, exchanges, update)
+    step = step_time(traced, mesh, target, mfu, exchanges)
     batch, steps = model.run.batch_size, model.run.steps
     hours = step.exposed * steps / 3600
     return {

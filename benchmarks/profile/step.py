@@ -1,12 +1,16 @@
 """Profile of a train step on a TPU, from the compiler's estimates: nothing runs on a TPU."""
 
 import collections
+import sys
 from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh
 
-from launch.planner import blocks, compiling, cycles, estimate
-from launch.planner.blocks import NetworkBlock, Profile
+from benchmarks.profile import blocks, cycles
+from benchmarks.profile.blocks import NetworkBlock, Profile
+from launch import accelerators
+from launch.accelerators import Target
+from launch.planner import compiling, estimate
 from launch.planner.tasks import PlannedTask
 
 
@@ -14,9 +18,24 @@ def check(kind: str) -> None:
     """Raise ValueError if the compiler for this kind of accelerator does not estimate cycles."""
     if kind not in cycles.FLOP_PER_CYCLE:
         raise ValueError(
-            f"--profile needs the TPU compiler's estimates of cycles, which it does not make for "
+            f"a profile needs the TPU compiler's estimates of cycles, which it does not make for "
             f"{kind}: choose a target from {', '.join(cycles.FLOP_PER_CYCLE)}"
         )
+
+
+def of(model: PlannedTask, target: Target, whole: bool) -> Profile:
+    """Compile a train step for a TPU slice, and return its profile.
+
+    The step is compiled as a whole program or, by default, block by block. Lines on stderr tell
+    how far the blocks are. Raises ValueError if the mesh does not suit the target or the blocks.
+    """
+    mesh = accelerators.mesh_over(model.mesh, target.devices)
+    if whole:
+        compiled, _ = compiling.analyse(model, target, mesh)
+        assert compiled.program is not None  # It exists for TPUs, which `check` demands.
+        return of_program(compiled.program, model, mesh, target.name)
+    report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    return of_blocks(model, mesh, target.name, report)
 
 
 def of_blocks(
@@ -33,8 +52,8 @@ def of_blocks(
     """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
-            "mesh.tensor splits blocks over devices, but --profile --fast compiles each block for "
-            "one device: omit --fast, or set --config.mesh.tensor=1"
+            "mesh.tensor splits blocks over devices, but each block is compiled for one device: "
+            "add --whole, or set mesh.tensor=1"
         )
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     passes = estimate.passes(model, mesh)
