@@ -35,6 +35,8 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.train import optimizer
+from diffusion_jax.train.memory import Traced
 from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import choice, compiling, estimate, gpu, tasks
@@ -68,7 +70,7 @@ def main() -> None:
         if not lacks_kernel and _modelled(config) is not config:
             model = tasks.read(config)
         mesh = accelerators.mesh_over(model.mesh, target.devices)
-        estimate.local_batch(model, mesh)
+        optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
     with _progress("tracing the loss and its gradient"):
         traced = estimate.trace(modelled)
     compiled, notes = None, list(model.notes)
@@ -82,7 +84,7 @@ def main() -> None:
             compiled, compiler_notes = compiling.analyse(model, target, mesh)
         notes += compiler_notes
     figures = estimate.plan(
-        traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
+        modelled, traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
     )
     if target.is_tpu and figures["micro_batch"] < _MIN_MICRO_BATCH:
         notes.append(
@@ -100,7 +102,7 @@ def main() -> None:
     rate = figures["mfu"]
     advice = [
         *_advice(config, figures, mesh, with_remat),
-        choice.advise(traced, with_remat, target, rate, figures),
+        choice.advise(modelled, traced, with_remat, target, rate, figures),
     ]
     figures |= {"advice": advice, "notes": notes}
     if _JSON.value:
@@ -182,7 +184,7 @@ def _advice(
     config: dict[str, Any],
     figures: dict[str, Any],
     mesh: Any,
-    with_remat: Callable[[], estimate.TracedModel],
+    with_remat: Callable[[], Traced],
 ) -> list[str]:
     """Return advice that follows from the estimated memory, one line per item.
 

@@ -8,9 +8,11 @@ from jax.sharding import AbstractMesh
 
 from benchmarks.profile import blocks, cycles
 from benchmarks.profile.blocks import NetworkBlock, Profile
+from diffusion_jax.devices import sharding
+from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import compiling, estimate
+from launch.planner import compiling
 from launch.planner.tasks import PlannedTask
 
 
@@ -55,9 +57,8 @@ def of_blocks(
             "mesh.tensor splits blocks over devices, but each block is compiled for one device: "
             "add --whole, or set mesh.tensor=1"
         )
-    parts = blocks.record(model, estimate.local_batch(model, mesh))
-    passes = estimate.passes(model, mesh)
-    rows = []
+    samples, passes = _micro_batch(model, mesh)
+    parts, rows = blocks.record(model, samples), []
     for i, block in enumerate(parts, 1):
         report(f"{i} of {len(parts)}: {block.label}")
         rows.append((block, blocks.measure(block, kind)))
@@ -113,13 +114,20 @@ def of_program(
     program: compiling.CompiledProgram, model: PlannedTask, mesh: AbstractMesh, kind: str
 ) -> Profile:
     """Return the profile of a whole train step, compiled for this mesh."""
-    parts = blocks.record(model, estimate.local_batch(model, mesh))
+    samples, passes = _micro_batch(model, mesh)
+    parts = blocks.record(model, samples)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
-    work *= estimate.passes(model, mesh) / mesh.shape["tensor"]
+    work *= passes / mesh.shape["tensor"]
     step = blocks.measured(program, kind, "the whole program", work)
     order = lambda counts: dict(sorted(counts.items(), key=lambda item: -item[1]))
     layers = order({name or "other": n for name, n in step.layers.items()})
     return step._replace(cycles=order(step.cycles), layers=layers)
+
+
+def _micro_batch(model: PlannedTask, mesh: AbstractMesh) -> tuple[int, int]:
+    """Return (samples per device and pass, passes per step)."""
+    passes = optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
+    return model.run.batch_size // (sharding.batch_ways(mesh) * passes), passes
 
 
 def table(profile: Profile) -> list[tuple[str, str]]:
