@@ -161,7 +161,7 @@ def _modelled(config: dict[str, Any]) -> dict[str, Any]:
     Every machine can trace blockwise attention. It needs about as much memory as the kernels,
     because all of them avoid storing the attention scores.
     """
-    unet = config["unet"]
+    unet = config.get("unet", {})  # `tasks.read` refuses a config without a UNet.
     if unet.get("attention_impl") not in ("cudnn", "splash"):
         return config
     return {**config, "unet": {**unet, "attention_impl": "blockwise"}}
