@@ -13,7 +13,7 @@ import pytest
 from diffusion_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.planner.pallas",
+COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.plan",
             "benchmarks.train_step")  # fmt: skip
 """One command of each package: the package makes Ctrl-C end its commands."""
 INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
