@@ -36,6 +36,13 @@ def test_start_derives_prompts_and_the_number_of_tokens_from_the_captions(folder
     assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
 
 
+@pytest.mark.parametrize(("count", "batch_size"), [(20, 16), (64, 48), (200, 64)])
+def test_start_chooses_a_batch_that_repeats_no_picture(tmp_path, count, batch_size):
+    """The batch size is a multiple of 8 devices. Of 64 pictures, 10 are held out; of 20, none."""
+    c = config(digits.write_examples(tmp_path / "set", count, size=16))
+    assert c["batch_size"] == batch_size
+
+
 class Captions(Records):
     """Records with captions only."""
 
