@@ -3,7 +3,8 @@
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
 settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
-imported again, which writes only the parts that changed.
+imported again, which writes only the parts that changed. A copy of the data set that keeps the
+times of the files needs no import.
 """
 
 import contextlib
@@ -16,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import filelock
+from absl import logging
 
 from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
-
-FOLDER = ".diffusion_jax"
 
 
 class Source(NamedTuple):
@@ -38,7 +38,8 @@ class Source(NamedTuple):
     left: LeftOut
     """The files that were left out while the others were found."""
     facts: dict[str, Any]
-    """More for the card, such as the "suffixes" of all files; complete after the last row."""
+    """More for the card, complete after the last row: the "suffixes" of all files, and "warnings",
+    which are logged whenever the table is opened."""
 
 
 def open_table(source: Source) -> Table:
@@ -48,52 +49,62 @@ def open_table(source: Source) -> Table:
         ValueError: a file cannot be read; see the importers.
         OSError: a file is missing.
     """
-    seen, name = _seen(source), _digest(source.rule)
-    folders = _folders(source, name)
-    for folder in folders:
-        if (found := _open(folder, source, seen)) is not None:
+    found = _open_or_import(source)
+    for warning in found.card["facts"].get("warnings", ()):
+        logging.warning("%s", warning)
+    return found
+
+
+def _open_or_import(source: Source) -> Table:
+    seen, folders = _seen(source), _folders(source)
+    saved = (_open(folder, source, seen) for folder in folders)
+    if (found := next(filter(None, saved), None)) is not None:
+        return found
+    contents, lock = dict[str, bytes](), contextlib.nullcontext()
+    if (folder := next(filter(_is_writable, folders), None)) is not None:
+        lock = filelock.FileLock(folder / ".lock", mode=0o666)
+    with lock:
+        if folder and (found := _open(folder, source, seen)):  # Another process imported it.
             return found
-    options = {"root": source.root, "rule": source.rule, "facts": source.facts, "seen": seen}
-    folder = next(filter(_is_writable, folders), None)
-    if folder is None:
-        return table.in_memory(source.rows(source.left), source.left, **options)
-    with filelock.FileLock(folder / ".lock"):
-        if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
-            return found
-        table.write(folder, source.rows(source.left), source.left, **options)
-        return Table(folder)
+        home = folder or contents
+        table.write(home, source.rows(source.left), source.left, root=source.root,
+                    rule=source.rule, facts=source.facts, seen=seen)  # fmt: skip
+        return Table(home)
 
 
 def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
     """Return the table in a folder, or None if it is missing, foreign, damaged or out of date."""
     if not tars.is_trusted(folder / table.CARD, source.files[0] if source.files else source.root):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = Table(folder)
-        if found.card["seen"] == seen and found.card["root"] == source.root:
-            return found
+    with contextlib.suppress(Exception):  # A damaged card can raise anything.
+        found = Table(folder, source.root)
+        return found if found.card["seen"] == seen else None
 
 
 def _seen(source: Source) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(json.dumps(source.left.saved()).encode(), digest_size=16)
     for name, stamp in zip(source.files, storage.stamps(source.files), strict=True):
-        digest.update(os.fsencode(f"{name.removeprefix(source.root)} {stamp}\n"))
+        digest.update(os.fsencode(f"{name.removeprefix(source.root)}\0{stamp}\0"))
     return digest.hexdigest()
 
 
-def _digest(rule: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
+def _folders(source: Source) -> list[pathlib.Path]:
+    """Return the folders for a table, the preferred one first."""
+    rule, is_url = _digest(json.dumps(source.rule, sort_keys=True)), storage.is_url(source.root)
+    beside = [] if is_url else [pathlib.Path(source.root, storage.OWN, rule)]
+    root = _digest(source.root if is_url else os.path.realpath(source.root))
+    return [*beside, *(cache / f"{rule}-{root}" for cache in tars.cache_folders())]
 
 
-def _folders(source: Source, name: str) -> list[pathlib.Path]:
-    beside = [] if storage.is_url(source.root) else [pathlib.Path(source.root, FOLDER, name)]
-    root = hashlib.sha256(os.fsencode(source.root)).hexdigest()[:16]
-    return [*beside, *(pathlib.Path(cache, f"{name}-{root}") for cache in tars.cache_folders())]
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _is_writable(folder: pathlib.Path) -> bool:
+    mode = 0o777 if folder.parent.name == storage.OWN else 0o700  # A cache is private.
     with contextlib.suppress(OSError):
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode, parents=True, exist_ok=True)
+        folder.mkdir(mode, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False

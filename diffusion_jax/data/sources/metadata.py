@@ -116,7 +116,8 @@ def read(
             origins = [f"{table}: {field}, {how}" for t, how in several for _ in captions.every(t)]
             found[image] = Found(value, origins)
             table_of[image] = table
-    inventory.add("row_without_image", [f"{place}: {name}" for place, name in lost])
+    left_out = [f"{_inside(root, place)}: {name}" for place, name in lost]
+    inventory.add("row_without_image", left_out)
     if not found and lost:
         raise ValueError(_no_picture(*lost[0], images))
     if not found:
@@ -191,7 +192,7 @@ def _read_table(
             )
         if cell is None and not (number and field in row):
             continue  # The image counts as one without a caption or number.
-        text = _numeric(place, cell, number) if number else _caption(place, field, cell)
+        text = _numeric(place, cell, number) if number else _caption(root, place, field, cell)
         if column == rows.KEY:
             image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
@@ -226,13 +227,19 @@ def _numeric(place: str, cell: Any, number: Field) -> float:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _caption(place: str, field: str, cell: Any) -> Any:
+def _caption(root: pathlib.Path, place: str, field: str, cell: Any) -> Any:
     if not isinstance(cell, str | list):
         raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
     text = records.cell_text(cell)
     if isinstance(text, Unusable):
-        return Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
+        detail = str(text).partition(": ")[2]
+        return Unusable(text.reason, f"{_inside(root, place)}: {detail}")
     return text
+
+
+def _inside(root: pathlib.Path, place: str) -> str:
+    """Return a row's place relative to the root, which is equal in copies of the data set."""
+    return place.removeprefix(f"{root}/")
 
 
 def _assign(

@@ -210,7 +210,7 @@ def test_a_position_is_continued_with_a_warning_if_a_caption_was_edited(tmp_path
             iterator.set_state(state)
             np.testing.assert_array_equal(next(iterator)["image"], images)
             state = iterator.get_state()
-        message = "files' sizes differs from that of the saved position"
+        message = "texts and of the files' sizes differs from that of the saved position"
         assert caplog.text.count(message) == 1  # The second start has the edited caption already.
 
 
