@@ -266,7 +266,7 @@ def test_a_flipped_bit_is_an_error_and_a_new_table_heals_the_file(tmp_path):
             Table(tmp_path)
         assert written(tmp_path, rows, [("a", "format")]).texts([1]) == [SEVERAL]
         path.unlink()
-        with pytest.raises(FileNotFoundError, match="no table in|No such file|Failed to open"):
+        with pytest.raises(FileNotFoundError, match=r"no table in|No such file|Failed to open"):
             Table(tmp_path)
         written(tmp_path, rows, [("a", "format")])
 
@@ -281,7 +281,7 @@ def test_a_card_names_only_files_beside_it(tmp_path, name):
     card["parts"][0]["rows"][0] = name
     del card["check"]
     (home / table.CARD).write_text(json.dumps(card | {"check": table._check(card)}))
-    with pytest.raises(ValueError, match="names the file .*: import the data again"):
+    with pytest.raises(ValueError, match=r"names the file .*: import the data again"):
         Table(home)
 
 
