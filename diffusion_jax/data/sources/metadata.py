@@ -113,8 +113,9 @@ def read(
                     f"{several[0][0]:g} and others; keep one"
                 )
             value = several[0][0] if number else captions.join((t, 1.0) for t, _ in several)
-            origins = [f"{table}: {field}, {how}" for t, how in several for _ in captions.every(t)]
-            found[image] = Found(value, origins)
+            place = f"{table}: {field}, "
+            parts = [(t, [place + how] * len(captions.every(t))) for t, how in several]
+            found[image] = Found(value, origins_of(value, parts))
             table_of[image] = table
     left_out = [f"{_inside(root, place)}: {name}" for place, name in lost]
     inventory.add("row_without_image", left_out)
@@ -131,6 +132,17 @@ def read(
             f"{'numbers' if number else 'captions'}"
         )
     return found
+
+
+def origins_of(text: Any, parts: Sequence[tuple[Any, Sequence[str]]]) -> list[str]:
+    """Return the origin of each caption of a text, or of the error instead of it.
+
+    `captions.join` made the text of the texts in `parts`, which have these origins.
+    """
+    if isinstance(text, Unusable):
+        return list(next(origins for part, origins in parts if part is text))
+    usable = (origins for part, origins in parts if not isinstance(part, Unusable))
+    return [origin for origins in usable for origin in origins]
 
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:

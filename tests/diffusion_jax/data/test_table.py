@@ -310,3 +310,25 @@ def test_a_folders_table_says_where_each_caption_comes_from(tmp_path):
     assert opened.origins([0, 2]) == [(*lines, table_line), lines]
     shutil.rmtree(folder / ".diffusion_jax")
     assert opened.texts([2])[0].texts[1:] == ("x", "y")  # The table stays mapped into memory.
+
+
+@pytest.mark.parametrize(
+    ("place", "contents", "expected"),
+    [
+        ("json:long,txt", "{}", ["NAME.txt"]),
+        ("json:long,txt", '{"long": ["a", "b"]}', ["NAME.json: long"] * 2 + ["NAME.txt"]),
+        ("json:long,txt", '{"long": []}', ["NAME.txt"]),
+        ("txt,json:long", "{", ["NAME.json: long"]),  # The origin of the error.
+        ("json:long", "{}", ["NAME.json: long"]),
+        ("json:long,csv:text,txt", "{}", ["t.csv: text, exact path"] * 2 + ["NAME.txt"]),
+        ("npy", "{}", ["NAME.npy"]),
+    ],
+)
+def test_each_caption_has_its_own_origin(tmp_path, place, contents, expected):
+    folder = digits.write_examples(tmp_path / "data", 1, size=8)
+    (folder / "00000.json").write_text(contents)
+    (folder / "t.csv").write_text("file_name,text\n00000.png,y\n00000.png,z\n")
+    np.save(folder / "00000.npy", np.zeros((2, 3)))
+    opened = open_folder(folder, place)
+    assert opened.origins([0]) == [tuple(expected)]
+    assert len(captions.every(opened.texts([0])[0])) == len(expected)
