@@ -1,13 +1,15 @@
 """Find the table of a data set, or import it: where tables live, and when they are still true.
 
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
-settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
+settings that the rows depend on. If this folder cannot be written, it lives in the user's cache, or
+else in memory.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
 imported again, which writes only the parts that changed. A copy of the data set that keeps the
 times of the files needs no import.
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import filelock
 from absl import logging
 
+from diffusion_jax import files
 from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
@@ -57,19 +60,29 @@ def open_table(source: Source) -> Table:
 
 def _open_or_import(source: Source) -> Table:
     seen, folders = _seen(source), _folders(source)
-    saved = (_open(folder, source, seen) for folder in folders)
-    if (found := next(filter(None, saved), None)) is not None:
-        return found
-    contents, lock = dict[str, bytes](), contextlib.nullcontext()
-    if (folder := next(filter(_is_writable, folders), None)) is not None:
-        lock = filelock.FileLock(folder / ".lock", mode=0o666)
-    with lock:
-        if folder and (found := _open(folder, source, seen)):  # Another process imported it.
+    for folder in folders:
+        if (found := _open(folder, source, seen)) is not None:
             return found
-        home = folder or contents
-        table.write(home, source.rows(source.left), source.left, root=source.root,
-                    rule=source.rule, facts=source.facts, seen=seen)  # fmt: skip
-        return Table(home)
+    for folder in filter(_is_writable, folders):
+        with filelock.FileLock(folder / ".lock", mode=0o666):
+            if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
+                return found
+            for temporary in folder.glob(".*.tmp"):  # Left by imports that were killed.
+                temporary.unlink(missing_ok=True)
+            try:
+                return _import(folder, source, seen)
+            except OSError as error:
+                if not files.is_full(error):
+                    raise
+    return _import({}, source, seen)
+
+
+def _import(place: pathlib.Path | dict[str, bytes], source: Source, seen: str) -> Table:
+    """Write the table into a folder, or into a dictionary that stays in memory."""
+    left = copy.deepcopy(source.left)  # A full disk leads to a second import.
+    table.write(place, source.rows(left), left, root=source.root, rule=source.rule,
+                facts=source.facts, seen=seen)  # fmt: skip
+    return Table(place)
 
 
 def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:

@@ -258,8 +258,7 @@ class _Part:
             yield os.fsdecode(self._texts["text"][number]).partition("\0")[2]
 
     def bare(self) -> np.ndarray:
-        first, last = self.rows["text"].firsts[:-1], self.rows["text"].firsts[1:]
-        return np.flatnonzero(first == last)
+        return np.flatnonzero(np.diff(self.rows["text"].firsts) == 0)
 
     def lacks_number(self, field: str) -> np.ndarray:
         missing = np.isnan(self.rows[f"number_{field}"])
@@ -292,15 +291,15 @@ class _Part:
         return Place(table.path(os.fsdecode(name)), at, size)
 
     def origins(self, row: int) -> list[int]:
-        return self._names["origin"][row].tolist()
+        return self._names["origin"][row]
 
     def text(self, row: int, table: Table) -> Any:
         """Return the text of a row, or its InPlace texts."""
-        numbers = self.rows["text"][row].tolist()
+        numbers = self.rows["text"][row]
         if not numbers:
             return table._bare
         texts = [self._text(number, table) for number in numbers]
-        weights = self.rows["weight"][row].tolist() if "weight" in self.rows else ()
+        weights = self.rows["weight"][row] if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
             return [t._replace(weight=w) for t, w in zip(texts, weights or [1.0], strict=True)]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
@@ -324,24 +323,24 @@ class _Part:
         return _unusable(notes[field]) if field in notes else number
 
 
-class _Bytes(NamedTuple):
-    """A mapped column of large_binary."""
+class _Lists:
+    """A mapped column of lists."""
 
-    firsts: Int[np.ndarray, "N+1"]
-    data: np.ndarray
+    def __init__(self, firsts: Int[np.ndarray, "N+1"], values: np.ndarray):
+        self.firsts, self._values = firsts, values
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
     def __getitem__(self, row: int) -> Any:
-        return self.data[self.firsts[row] : self.firsts[row + 1]].tobytes()
+        return self._values[self.firsts[row] : self.firsts[row + 1]].tolist()
 
 
-class _Lists(_Bytes):
-    """A mapped column of lists."""
+class _Bytes(_Lists):
+    """A mapped column of large_binary."""
 
-    def __getitem__(self, row: int) -> Any:
-        return self.data[self.firsts[row] : self.firsts[row + 1]]
+    def __getitem__(self, row: int) -> bytes:
+        return self._values[self.firsts[row] : self.firsts[row + 1]].tobytes()
 
 
 def write(

@@ -161,6 +161,7 @@ class _Files:
         numbers = [(field, self._places_of(field)) for field in self._fields]
         masks = _beside(self._images, self._names, self._mask) if self._mask else {}
         self._count_others(found, inventory)
+        self._warnings.clear()  # Of an import that ended at a full disk.
         inventory.add(PICTURES, self._images)
         inventory.add("unused_mask", self._unused_masks)
         for part, texts in found:

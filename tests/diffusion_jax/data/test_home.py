@@ -59,7 +59,8 @@ def test_a_folder_is_imported_once(folder, imports):
     captions = [path.read_text().strip() for path in sorted(folder.glob("*.txt"))]
     assert texts(first) == captions and second.left_out() == {}
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
-    open_folder(folder, uncaptioned="drop"), open_folder(folder, uncaptioned="empty")
+    for uncaptioned in ("drop", "empty"):
+        open_folder(folder, uncaptioned=uncaptioned)
     assert len(imports) == 1  # The rows do not depend on this setting.
     open_folder(folder, "txt:lines")
     assert len(imports) == 2 and len(list((folder / storage.OWN).iterdir())) == 2
@@ -192,6 +193,24 @@ def test_without_any_writable_folder_the_table_stays_in_memory(folder, caches, m
     opened = open_folder(folder)
     assert texts(opened) == expected and not caches.exists()
     assert not (folder / storage.OWN).exists() and opened.files()[0] == str(folder / "00000.png")
+
+
+def test_a_full_disk_is_left_for_the_cache_and_then_for_the_memory(
+    folder, caches, imports, monkeypatch, caplog
+):
+    (folder / "00001.json").write_text('{"long": "x"}')
+    (folder / ".hidden").touch()
+    write, full = files.write_whole, [folder]
+
+    def refused(path, content):
+        if any(path.is_relative_to(place) for place in full) and path.name == table.CARD:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(files, "write_whole", refused)
+    for place in (caches, None):
+        opened = open_folder(folder, "txt,json:long")
+        assert opened.home_is(place) and opened.left_out() == {"hidden": 1}
 
 
 @pytest.mark.parametrize("foreign", ["owner", "writable by all"])
