@@ -1,6 +1,6 @@
 """Tables of data sets: what is known of each picture, in small files that are mapped into memory.
 
-An importer (data/importers) reads foreign files once, and yields a Row for each picture. `write`
+An importer (data/sources) reads foreign files once, and yields a Row for each picture. `write`
 stores the rows, and Table reads them in any order. So training knows one kind of data.
 
 A table is a folder. Its card.json names the files of its parts. A part has at most PART rows:
@@ -87,18 +87,26 @@ class Table(Records):
     A view of a table has some of the rows, in the same order.
     """
 
-    def __init__(self, home: str | os.PathLike[str] | Mapping[str, bytes], root: str | None = None):
+    def __init__(
+        self,
+        home: str | os.PathLike[str] | Mapping[str, bytes],
+        root: str | None = None,
+        card: str = CARD,
+    ):
         """Open the table in a folder, and check its files against the card.
 
         Args:
             home: the folder, or the dictionary that `write` filled.
             root: where the data set is now; None means where it was when the table was written.
+            card: the name of the card; `card_of` returns that of an earlier table in the folder.
 
         Raises:
-            FileNotFoundError: there is no table in the folder.
-            ValueError: a file is missing or has changed, or a newer version wrote the table.
+            FileNotFoundError: there is no table in the folder, or a file is missing.
+            ValueError: a file has changed, or another version wrote the table.
         """
-        self.card = _read_card(home)
+        self.home = None if isinstance(home, Mapping) else files.path(home)
+        """The folder of the table, or None if it is in memory."""
+        self.card = _read_card(home, card)
         self.card |= {} if root is None else {"root": root}
         self._parts = [
             _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
@@ -301,7 +309,8 @@ class _Part:
         texts = [self._text(number, table) for number in numbers]
         weights = self.rows["weight"][row] if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
-            return [t._replace(weight=w) for t, w in zip(texts, weights or [1.0], strict=True)]
+            pairs = zip(texts, weights or [1.0] * len(texts), strict=True)
+            return [text._replace(weight=weight) for text, weight in pairs]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
 
     def _text(self, number: int, table: Table) -> Any:
@@ -326,7 +335,7 @@ class _Part:
 class _Lists:
     """A mapped column of lists."""
 
-    def __init__(self, firsts: Int[np.ndarray, "N+1"], values: np.ndarray):
+    def __init__(self, firsts: Int[np.ndarray, "L"], values: np.ndarray):
         self.firsts, self._values = firsts, values
 
     def __len__(self) -> int:
@@ -352,6 +361,7 @@ def write(
     rule: Mapping[str, Any] = {},
     facts: Mapping[str, Any] = {},
     seen: str = "",
+    stamps: Mapping[str, str] = {},
 ) -> None:
     """Write a table. It replaces the table in the same folder once it is complete.
 
@@ -364,6 +374,8 @@ def write(
         facts: more that messages need, which may change until the last row is read.
         seen: a digest of the files' names, sizes and times, which is not part of the table's id.
             It is not kept if a file is damaged or unreadable: reading it again may succeed.
+        stamps: for each path, a text that changes with the file. Those of files with several
+            pictures are kept.
     """
     if not isinstance(home, dict):
         home = files.path(home)
@@ -383,20 +395,34 @@ def write(
     for name, reason in inventory.take():
         left["name"].add(os.fsencode(name))
         left["reason"].add(reason.encode())
-    contents = {"fields": fields, "parts": parts, "files": shared.files,
-                "origins": list(shared.origins)}  # fmt: skip
-    digest = hashlib.blake2b(json.dumps(contents).encode(), digest_size=16).hexdigest()
+    names = [[name for name, *_ in part.values()] for part in parts]
+    digest = hashlib.blake2b(json.dumps([names, shared.files, fields]).encode(), digest_size=16)
     complete = not (inventory.damaged() or shared.unreadable)
-    card = contents | {
-        "version": _VERSION, "id": digest, "root": root, "rule": rule, "facts": facts,
-        "seen": seen if complete else "", "inventory": inventory.saved(),
+    containers = {name for name, _ in shared.files}
+    known = {shared.short(path): stamp for path, stamp in stamps.items()}
+    card = {
+        "version": _VERSION, "id": digest.hexdigest(), "root": root, "rule": rule,
+        "fields": fields, "parts": parts, "files": shared.files, "origins": list(shared.origins),
         "left": _store(home, "left", {name: of.column() for name, of in left.items()}),
+        "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
+        "stamps": {name: stamp for name, stamp in known.items() if name in containers},
     }  # fmt: skip
     written = json.dumps(card | {"check": _check(card)}, indent=1).encode()
     if isinstance(home, dict):
         home[CARD] = written
     else:
-        files.write_whole(home / CARD, written)
+        for name in (card_of(card["id"]), CARD):
+            files.write_whole(home / name, written)
+
+
+def card_of(id: str) -> str:
+    """Return the name of the card of the table with this id."""
+    return f"card-{id}.json"
+
+
+def files_of(card: Mapping[str, Any]) -> set[str]:
+    """Return the names of the files of the table with this card."""
+    return {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
@@ -407,7 +433,7 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
 
 
 class _Shared:
-    """What all parts of a table number: containers and origins."""
+    """The numbers that all parts of a table share: those of containers and origins."""
 
     def __init__(self, root: str):
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
@@ -555,8 +581,12 @@ def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, 
     with pyarrow.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = sink.getvalue()
-    digest = hashlib.blake2b(content, digest_size=12).hexdigest()
-    of = f"{digest}.{kind}.arrow", content.size, zlib.crc32(content)
+    digest = hashlib.blake2b(digest_size=12)  # Of the values: versions of Arrow write other bytes.
+    for name, column in columns.items():
+        digest.update(f"{name} {column.type}\n".encode())
+        for buffer in filter(None, column.buffers()):
+            digest.update(buffer)
+    of = f"{digest.hexdigest()}.{kind}.arrow", content.size, zlib.crc32(content)
     try:
         _open(home, of)
     except (OSError, ValueError, KeyError):  # It is missing or damaged.
@@ -567,18 +597,17 @@ def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, 
     return of
 
 
-def _read_card(home: Any) -> dict[str, Any]:
+def _read_card(home: Any, name: str) -> dict[str, Any]:
     try:
-        written = (
-            home[CARD] if isinstance(home, Mapping) else (files.path(home) / CARD).read_bytes()
-        )
+        in_memory = isinstance(home, Mapping)
+        written = home[name] if in_memory else (files.path(home) / name).read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no table in {home}: import the data again") from None
     card = json.loads(written)
     if card["version"] != _VERSION:
         raise ValueError(f"another version wrote the table in {home}: import the data again")
     if card.pop("check") != _check(card):
-        raise ValueError(f"{home}/{CARD} has changed since it was written: import the data again")
+        raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
     return card
 
 

@@ -1,6 +1,7 @@
 """Homes of tables: where they live, when data are imported again, and what a kill leaves."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import fingerprints, home, sources, storage, table, tars
 from diffusion_jax.data.mixture import Mixture
@@ -203,14 +205,20 @@ def test_a_full_disk_is_left_for_the_cache_and_then_for_the_memory(
     write, full = files.write_whole, [folder]
 
     def refused(path, content):
-        if any(path.is_relative_to(place) for place in full) and path.name == table.CARD:
+        if any(path.is_relative_to(place) for place in full) and "card" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 
     monkeypatch.setattr(files, "write_whole", refused)
-    for place in (caches, None):
+    for number in (1, 2):
         opened = open_folder(folder, "txt,json:long")
-        assert opened.home_is(place) and opened.left_out() == {"hidden": 1}
+        assert opened.left_out() == {"hidden": 1} and len(opened.texts([1])[0].texts) == 2
+        assert caplog.text.count("pictures have no json:long") == number
+        if number == 1:
+            assert opened.home == imports[1] and opened.home.is_relative_to(caches)
+            shutil.rmtree(caches)
+            full.append(caches)
+    assert opened.home is None and len(imports) == 5 and imports[4].keys() >= {table.CARD}
 
 
 @pytest.mark.parametrize("foreign", ["owner", "writable by all"])

@@ -78,6 +78,8 @@ def test_embeddings_stay_in_their_files(tmp_path, home, kind):
     one, two = InPlace(places[0], "npy"), InPlace(places[1], "t5.npy", 0.25)
     rows = [row(0, [one]), row(1, [two, InPlace(places[2], "npy")]), row(2, [one])]
     first, several, again = written(home, rows, root=str(tmp_path)).texts([0, 1, 2])
+    equal = written(home, [row(0, [one, two._replace(weight=1.0)])], root=str(tmp_path)).texts([0])
+    assert equal[0].weights == (0.5, 0.5)
     np.testing.assert_array_equal(first, arrays[0], strict=True)
     np.testing.assert_array_equal(again, arrays[0], strict=True)
     np.testing.assert_array_equal(several.texts, arrays[1:], strict=True)
@@ -258,16 +260,17 @@ def test_a_flipped_bit_is_an_error_and_a_new_table_heals_the_file(tmp_path):
     rows = [row(n, SEVERAL if n else "y") for n in range(5)]
     written(tmp_path, rows, [("a", "format")])
     for path in sorted(tmp_path.iterdir()):
+        card = path.name if path.suffix == ".json" else table.CARD
         for place in flipped(path):
             with pytest.raises((ValueError, KeyError)):
-                print(place, Table(tmp_path).texts(range(5)))
+                print(place, Table(tmp_path, None, card).texts(range(5)))
         path.write_bytes(os.urandom(path.stat().st_size))
         with pytest.raises((ValueError, KeyError)):
-            Table(tmp_path)
+            Table(tmp_path, None, card)
         assert written(tmp_path, rows, [("a", "format")]).texts([1]) == [SEVERAL]
         path.unlink()
         with pytest.raises(FileNotFoundError, match=r"no table in|No such file|Failed to open"):
-            Table(tmp_path)
+            Table(tmp_path, None, card)
         written(tmp_path, rows, [("a", "format")])
 
 
