@@ -267,12 +267,16 @@ opened = open_folder(sys.argv[1])
 print(opened.id(), opened.texts(range(len(opened)))[-1])
 """
 KILL = f"""{START}
-for seconds in map(float, sys.stdin):
+begin = time.monotonic()
+open_folder(sys.argv[1])
+whole = time.monotonic() - begin
+print("imported", flush=True)
+for share in map(float, sys.stdin):
     child = os.fork()
     if not child:
         open_folder(sys.argv[1])
         os._exit(0)
-    time.sleep(seconds)
+    time.sleep(share * whole)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     print("killed", flush=True)
@@ -309,17 +313,18 @@ def test_a_killed_import_leaves_the_old_or_the_new_table(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PART", 5)
     folder = digits.write_examples(tmp_path / "data", 40, size=8)
     captions = sorted(folder.glob("*.txt"))
-    new = texts(open_folder(folder))
-    rng, finished = random.Random(0), []
+    new = [path.read_text().strip() for path in captions]
+    rng, outcomes = random.Random(0), []
     with started(KILL, folder) as (send, output):
+        assert output.readline() == b"imported\n"
         for number in range(40):
             old, new = new, [f"{path.stem} in round {number}" for path in captions]
             for path, text in zip(captions, new, strict=True):
                 path.write_text(text)
-            send(rng.uniform(0, 0.06))
+            send(rng.uniform(0, 0.6))  # A part of the time of a whole import.
             assert output.readline() == b"killed\n"
             left = table.Table(home_of(folder), str(folder))
             assert texts(left) in (old, new)
-            finished.append(texts(left) == new)
+            outcomes.append(texts(left) == new)
             assert texts(open_folder(folder)) == new  # The next import finishes.
-    assert not all(finished)
+    assert not all(outcomes)
