@@ -58,7 +58,7 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
 
     A folder that was reached before is not searched again. Links that lead to such a folder or to
     nothing, hidden files and folders, special files, and folders that cannot be read are added to
-    `inventory`.
+    `inventory`; the folder OWN is not.
     """
     if is_url(folder):
         system = _system(folder)

@@ -215,7 +215,7 @@ def test_a_full_disk_is_left_for_the_cache_and_then_for_the_memory(
         assert opened.left_out() == {"hidden": 1} and len(opened.texts([1])[0].texts) == 2
         assert caplog.text.count("pictures have no json:long") == number
         if number == 1:
-            assert opened.home == imports[1] and opened.home.is_relative_to(caches)
+            assert opened.home == imports[1] and imports[1].is_relative_to(caches)
             shutil.rmtree(caches)
             full.append(caches)
     assert opened.home is None and len(imports) == 5 and imports[4].keys() >= {table.CARD}

@@ -43,7 +43,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(("groups", "expected"), GROUPS.values(), ids=GROUPS)
 def test_bytes_are_read_at_their_places(bytes_file, groups, expected):
-    places = [[Place(bytes_file, *span, BYTES) for span in group] for group in groups]
+    places = [[Place(bytes_file, at, n, BYTES) for at, n in group] for group in groups]
     assert reading.read(places) == expected
 
 
