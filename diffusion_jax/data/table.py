@@ -148,6 +148,7 @@ class Table(Records):
         return [self._record(row, of) for row, of in zip(found, contents, strict=True)]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Return the texts of the pictures. Only texts that stay in their files are read."""
         found = [self._parts[part].text(row, self) for part, row in self._inside(indices)]
         contents = reading.read([_places(text) for text in found])
         return [_joined(text, of) for text, of in zip(found, contents, strict=True)]
@@ -193,6 +194,7 @@ class Table(Records):
             yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
 
     def inventory(self) -> Inventory:
+        """Return the files that were used and left out, and the pictures that a view leaves out."""
         inventory = Inventory(self.card["inventory"])
         if self._rows is not None and (left := int(self._firsts[-1]) - len(self._rows)):
             inventory.counts[PICTURES] -= left
