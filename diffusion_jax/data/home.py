@@ -128,8 +128,6 @@ def _newest(source: Source, name: str) -> Table:
         with filelock.FileLock(folder / ".lock", mode=0o666):
             if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
                 return found
-            for temporary in folder.glob(".*.tmp"):  # Left by imports that were killed.
-                temporary.unlink(missing_ok=True)
             try:
                 found = _import(folder, source, seen, stamps)
                 _prune(folder)
@@ -159,8 +157,9 @@ def _prune(folder: pathlib.Path) -> None:
     for card in cards[-_KEPT:]:
         with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
             kept |= table.files_of(json.loads(card.read_bytes()))
-    for path in folder.glob("*.arrow"):
-        if path.name not in kept:
+    for path in folder.iterdir():
+        unfinished = path.match(".*.arrow.*.tmp")  # Left by an import that was killed.
+        if unfinished or (table.FILE.fullmatch(path.name) and path.name not in kept):
             path.unlink(missing_ok=True)
 
 

@@ -48,9 +48,10 @@ from diffusion_jax.data.records import Record, Records
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
+FILE = re.compile(r"[0-9a-f]{24}\.(rows|texts|names|left)\.arrow")
+"""The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
-_FILE = re.compile(r"[0-9a-f]{24}\.(rows|texts|names|left)\.arrow")
 
 
 class InPlace(NamedTuple):
@@ -620,7 +621,7 @@ def _check(card: Mapping[str, Any]) -> int:
 def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
     """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
     name, size, crc = of
-    if not _FILE.fullmatch(name):
+    if not FILE.fullmatch(name):
         raise ValueError(f"the table in {home} names the file {name!r}: import the data again")
     if isinstance(home, Mapping):
         mapped = pyarrow.py_buffer(home[name])

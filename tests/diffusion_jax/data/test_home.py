@@ -153,6 +153,18 @@ def test_a_damaged_file_of_a_table_is_written_again(folder, imports):
     assert texts(open_folder(folder)) == expected and len(imports) == num
 
 
+def test_only_files_of_tables_are_deleted(folder):
+    open_folder(folder)
+    others = [home_of(folder) / name for name in ("data-00000.arrow", "x.tmp", "note.txt")]
+    for path in others:
+        path.touch()
+    for number in range(5):
+        (folder / "00001.txt").write_text(f"text {number}")
+        open_folder(folder)
+    assert all(path.exists() for path in others)
+    assert len([*home_of(folder).glob("card-*.json")]) == 3
+
+
 def refuse_to_write(monkeypatch, *closed):
     """Raise an error for each folder or file that is made in one of the folders `closed`."""
     is_closed = lambda path: any(str(path).startswith(f"{folder}/") for folder in closed)
@@ -327,4 +339,5 @@ def test_a_killed_import_leaves_the_old_or_the_new_table(tmp_path, monkeypatch):
             assert texts(left) in (old, new)
             outcomes.append(texts(left) == new)
             assert texts(open_folder(folder)) == new  # The next import finishes.
+            assert not [*home_of(folder).glob(".*.arrow.*.tmp")]
     assert not all(outcomes)
