@@ -9,7 +9,7 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import split
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.start import changes, training_pictures
 
@@ -29,7 +29,7 @@ def config(folder, weights="", uncaptioned="error"):
 
 def test_start_derives_prompts_and_the_number_of_tokens_from_the_captions(folder):
     c = config(folder)
-    captions = set(Folder(folder).texts(range(20)))
+    captions = set(open_folder(folder).texts(range(20)))
     assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
     # Captions have six words, and this is a CPU.
     assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"
