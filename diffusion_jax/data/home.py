@@ -2,6 +2,7 @@
 
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
 settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
+For data at URLs, it lives in the cache of each machine, and in the bucket, for other machines.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
 imported again, which writes only the parts that changed. The last tables are kept: a run whose
 data set grew goes on with its own table.
@@ -28,7 +29,6 @@ from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
 from diffusion_jax.files import untrusted
 
-FOLDER = ".diffusion_jax"
 RUN = "data.json"
 """The file in a workdir that holds the ids of the tables that the run reads."""
 _KEPT = 3  # Number of tables of a data set that are kept.
@@ -49,6 +49,8 @@ class Source(NamedTuple):
     """The files that were left out while the others were found."""
     facts: dict[str, Any]
     """More for the card, such as the "suffixes" of all files; complete after the last row."""
+    stamps: Sequence[str] = ()
+    """What storage.stamps returns for the files, if it is known."""
 
 
 class Tables:
@@ -110,7 +112,8 @@ def open_table(source: Source) -> Table:
 
 
 def _newest(source: Source, name: str) -> Table:
-    stamps = dict(zip(source.files, storage.stamps(source.files), strict=True))
+    stamps = source.stamps or storage.stamps(source.files)
+    stamps = dict(zip(source.files, stamps, strict=True))
     seen, folders = _seen(source.root, stamps), _folders(source, name)
     for folder in folders:
         if (found := _open(folder, source, seen)) is not None:
@@ -121,11 +124,42 @@ def _newest(source: Source, name: str) -> Table:
     if folder is None:
         return table.in_memory(source.rows(source.left), source.left, **options)
     with filelock.FileLock(folder / ".lock"):
-        if (found := _open(folder, source, seen)) is None:  # Another process may have imported it.
-            table.write(folder, source.rows(source.left), source.left, **options)
-            found = Table(folder)
-            _prune(folder)
+        if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
+            return found
+        shared = files.store_path(os.path.join(source.root, storage.TABLES, name))
+        if shared and (found := _download(shared, folder, source, seen)) is not None:
+            return found
+        table.write(folder, source.rows(source.left), source.left, **options)
+        found = Table(folder)
+        _prune(folder)
+        if shared and found.card["seen"]:
+            _upload(found, shared)
     return found
+
+
+def _download(
+    shared: files.Remote, folder: pathlib.Path, source: Source, seen: str
+) -> Table | None:
+    """Copy a table from a bucket and return it, or None if it is missing or out of date."""
+    # Any error means that there is none, or that only the data may be read.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        card = (shared / table.CARD).read_bytes()
+        if json.loads(card)["seen"] == seen:
+            for name in table.file_names(json.loads(card)):
+                with files.whole(folder / name) as temporary:
+                    (shared / name).get(temporary)
+            files.write_whole(folder / table.CARD, card)
+            return _open(folder, source, seen)
+
+
+def _upload(found: Table, shared: files.Remote) -> None:
+    try:
+        for name in (*table.file_names(found.card), table.CARD):
+            (shared / name).send(found.home / name)
+    except OSError as error:
+        logging.warning(
+            "the table of the data cannot be uploaded, so each machine makes its own: %s", error
+        )
 
 
 def _prune(folder: pathlib.Path) -> None:
@@ -133,8 +167,8 @@ def _prune(folder: pathlib.Path) -> None:
     cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
-    parts = (json.loads(card.read_bytes())["parts"] for card in cards[-_KEPT:])
-    kept = {name for of_card in parts for part in of_card for name, *_ in part.values()}
+    names = (table.file_names(json.loads(card.read_bytes())) for card in cards[-_KEPT:])
+    kept = {name for of_card in names for name in of_card}
     for path in folder.glob("*.arrow"):
         if path.name not in kept:
             path.unlink(missing_ok=True)
@@ -143,7 +177,9 @@ def _prune(folder: pathlib.Path) -> None:
 def _older(found: Table, id: str) -> Table | None:
     """Return the table with this id in the folder of another table, or None if it was deleted."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return found if found.id == id else Table(found.home, f"card-{id}.json")
+        own = found if found.id == id else Table(found.home, f"card-{id}.json")
+        own.card["root"] = found.card["root"]
+        return own
 
 
 def same_rows(one: Table, other: Table) -> bool:
@@ -180,7 +216,8 @@ def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = Table(folder)
-        if found.card["seen"] == seen and found.card["root"] == source.root:
+        if found.card["seen"] == seen:
+            found.card["root"] = source.root  # The data may have been moved.
             return found
 
 
@@ -196,7 +233,9 @@ def _digest(rule: Mapping[str, Any]) -> str:
 
 
 def _folders(source: Source, name: str) -> list[pathlib.Path]:
-    beside = [] if storage.is_url(source.root) else [pathlib.Path(source.root, FOLDER, name)]
+    beside = (
+        [] if storage.is_url(source.root) else [pathlib.Path(source.root, storage.TABLES, name)]
+    )
     root = hashlib.sha256(os.fsencode(source.root)).hexdigest()[:16]
     return [*beside, *(pathlib.Path(cache, f"{name}-{root}") for cache in tars.cache_folders())]
 

@@ -1,5 +1,6 @@
 """Read pictures and texts at the places that a table names."""
 
+import bisect
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -112,7 +113,7 @@ def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:
 def _contents(place: Place, parts: Sequence[tuple[str, int, int, bytes]]) -> bytes | Unusable:
     """Return the bytes at a place, which one of the parts that were read contains."""
     begin = place.at - tars.BLOCK * (place.kind == TAR)
-    part = next(p for p in parts if p[0] == place.file and p[1] <= begin < max(p[2], p[1] + 1))
+    part = parts[bisect.bisect(parts, (place.file, begin), key=lambda part: part[:2]) - 1]
     found = part[3][begin - part[1] : place.at + place.size - part[1]]
     if len(found) < place.at + place.size - begin:
         return b""  # The file was truncated after it was listed.

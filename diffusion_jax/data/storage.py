@@ -34,6 +34,8 @@ _HIDDEN = re.compile(
     r"|System Volume Information|lost\+found)(/|$))"
 )
 
+TABLES = ".diffusion_jax"
+"""Name of the hidden folder of tables beside data (data/home.py), which `walk` does not mention."""
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?!\d)")
 
 
@@ -60,7 +62,8 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
     """
     if is_url(folder):
         system = _system(folder)
-        root, names = fsspec.core.url_to_fs(folder)[1], system.find(folder)
+        root = fsspec.core.url_to_fs(folder)[1]
+        names = [name for name in system.find(folder) if f"/{TABLES}/" not in name]
         hidden = [name for name in names if is_hidden(name[len(root) :])]
         inventory.add("hidden", [system.unstrip_protocol(name) for name in sorted(hidden)])
         return sorted(system.unstrip_protocol(name) for name in {*names} - {*hidden})
@@ -83,6 +86,8 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
             continue
         seen.add(place)
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name == TABLES:
+                continue
             kind = "hidden" if is_hidden(entry.name) else _kind(entry)
             if kind == "folder":
                 (linked if by_link or entry.is_symlink() else folders).append(entry.path)

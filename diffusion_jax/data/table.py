@@ -392,8 +392,8 @@ def write(
             part.add(row)
         more = len(part) == PART
         if len(part) or not parts:
-            left = inventory.take() if not more else []
-            parts.append({name: store(name, of) for name, of in part.columns(left).items()})
+            columns = part.columns(inventory.take())
+            parts.append({name: store(name, of) for name, of in columns.items()})
     if left := inventory.take():
         parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
     known = {"version": _VERSION, "rule": rule, "fields": fields, "files": shared.files,
@@ -412,6 +412,14 @@ def write(
     else:
         for name in (f"card-{digest}.json", CARD):
             files.write_whole(place / name, card)
+
+
+def file_names(card: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of a table. Raises ValueError for a path to another folder."""
+    names = [name for part in card["parts"] for name, *_ in part.values()]
+    if wrong := [name for name in names if os.path.basename(name) != name]:
+        raise ValueError(f"the card of a table names the file {wrong[0]} of another folder")
+    return names
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
