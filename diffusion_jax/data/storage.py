@@ -62,7 +62,8 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
     """
     if is_url(folder):
         system = _system(folder)
-        root, names = fsspec.core.url_to_fs(folder)[1], system.find(folder)
+        root = fsspec.core.url_to_fs(folder)[1]
+        names = [name for name in system.find(folder) if f"/{OWN}/" not in name]
         hidden = [name for name in names if is_hidden(name[len(root) :])]
         inventory.add("hidden", [system.unstrip_protocol(name) for name in sorted(hidden)])
         return sorted(system.unstrip_protocol(name) for name in {*names} - {*hidden})

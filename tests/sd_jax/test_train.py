@@ -12,7 +12,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
 from diffusion_jax.data.engines import Worker
 from diffusion_jax.data.sources import moments, open_pictures
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import sheets
@@ -67,7 +67,7 @@ def records(path):
     """Return {key: (moments, caption)} of all tars, which share no keys."""
     moments_of_key = {}
     for tar in sorted(path.glob("*.tar")):
-        for record in WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
+        for record in open_tars(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
             key = record.name.rpartition("/")[2]
             assert key not in moments_of_key
             moments_of_key[key] = np.load(io.BytesIO(record.image)), record.text
@@ -75,7 +75,7 @@ def records(path):
 
 
 def _size(tar):
-    return len(WebDataset(tar, images=("npy",)))
+    return len(open_tars(tar, images=("npy",)))
 
 
 def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):

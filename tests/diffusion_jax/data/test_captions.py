@@ -14,7 +14,7 @@ from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.folder import open_folder
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 
@@ -102,10 +102,10 @@ def test_tars_have_the_same_captions_as_folders(folder, tmp_path):
     tars.write(tmp_path / "0.tar", members)
     for text in ("txt,json:long*0.5", "json:long,txt", "txt"):
         expected = open_folder(folder, text).texts(range(8))
-        opened = WebDataset(tmp_path / "0.tar", text)
+        opened = open_tars(tmp_path / "0.tar", text)
         assert opened.texts(range(8)) == expected
         assert [record.text for record in opened.read(range(8))] == expected
-    assert len(WebDataset(tmp_path / "0.tar", "json:long", "drop")) == 7
+    assert len(open_tars(tmp_path / "0.tar", "json:long", "drop")) == 7
 
 
 @pytest.mark.parametrize("format", ["webdataset", "arrayrecord"])

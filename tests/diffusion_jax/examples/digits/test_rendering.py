@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data.sources.folder import open_folder
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 
 
@@ -105,7 +105,7 @@ def test_the_digits_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
 
 def test_the_digits_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
-    records = WebDataset(tmp_path / "00000.tar")
+    records = open_tars(tmp_path / "00000.tar")
     assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
         np.arange(5) * 617
     )[1]
