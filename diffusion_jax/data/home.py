@@ -133,9 +133,11 @@ def _prune(folder: pathlib.Path) -> None:
     cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
-    parts = (json.loads(card.read_bytes())["parts"] for card in cards[-_KEPT:])
-    kept = {name for of_card in parts for part in of_card for name, *_ in part.values()}
-    for path in folder.glob("*.arrow"):
+    kept = set[str]()
+    for card in (json.loads(card.read_bytes()) for card in cards[-_KEPT:]):
+        kept.update(name for part in card["parts"] for name, *_ in part.values())
+        kept.update(name for name, kind in card["files"] if kind == table.KEPT)
+    for path in (*folder.glob("*.arrow"), *folder.glob("*.pictures")):
         if path.name not in kept:
             path.unlink(missing_ok=True)
 
@@ -162,7 +164,8 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
             "run, which keeps the weights with --continue_from"
         )
     present = set(source.files)
-    if missing := [path for path in own.files() if path not in present]:
+    others = (path for path in own.files() if path not in present)
+    if missing := [path for path in others if not files.path(path).exists()]:
         raise ValueError(
             f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
             f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "

@@ -14,6 +14,7 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
                         size, the place of these
     HASH.names.arrow    name, image and mask large_binary, origin list<int16>, note large_binary
     HASH.left.arrow     name and reason large_binary of files that are no rows
+    HASH.pictures       of the whole table: the pictures that lie in no file that can be read again
 
 Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
 copy. It is named by its contents: equal parts of several tables are stored once, and an import that
@@ -23,11 +24,13 @@ was killed leaves no file that another import could take for a different one.
 import array
 import bisect
 import collections
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,6 +52,8 @@ PART = 2**18
 CARD = "card.json"
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
+KEPT = "kept"
+"""The kind of the file HASH.pictures in the card."""
 _READ = ("rows", "texts", "names")  # The kinds of files that make the identity of a table.
 
 
@@ -68,7 +73,8 @@ class Row(NamedTuple):
     """The name of the picture in messages. Of an image file in a folder, its path in it."""
     key: int
     """An integer from 0 to 2^64 - 1 that stays the same if other pictures are added."""
-    image: Place
+    image: Place | bytes
+    """Where the picture is. Its bytes, if they are compressed there, are stored with the table."""
     text: str | Captions | Unusable | Sequence[InPlace] = ()
     """The caption, several captions, the reason for which they cannot be read, or the places of
     embeddings. An empty sequence: the picture has no text."""
@@ -102,7 +108,12 @@ class Table(Records):
         self.card = json.loads(contents[CARD] if contents else _read_card(self.home / card))
         open_file = functools.partial(_open, self.home, contents)
         self._parts = [_Part(part, open_file) for part in self.card["parts"]]
+        for name, kind in self.card["files"]:
+            if kind == KEPT and not (self.home / name).exists():  # pyright: ignore
+                raise ValueError(f"{self.home}/{name} is missing: import the data again")
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+        self.prefix = ""
+        """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None
         self._bare: Any = Unusable("no_caption", "it has no text")
 
@@ -192,8 +203,16 @@ class Table(Records):
 
     def files(self) -> list[str]:
         """Return the files that are read again in training; the captions are in the table."""
-        found = (name for part in self._parts for name in part.files())
-        return [self.path(name) for name in (*(name for name, _ in self.card["files"]), *found)]
+        containers = [self.container(number)[0] for number in range(len(self.card["files"]))]
+        found = (self.path(name) for part in self._parts for name in part.files())
+        return [*dict.fromkeys(containers), *found]
+
+    def container(self, number: int) -> tuple[str, str]:
+        """Return the path or URL of a file in the card, and the kind of the places in it."""
+        name, kind = self.card["files"][number]
+        if kind == KEPT:
+            return os.fspath(self.home / name), reading.BYTES  # pyright: ignore
+        return self.path(name), kind
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file of the data set, which the table names in short."""
@@ -289,14 +308,16 @@ class _Part:
 
     def name(self, row: int, table: Table) -> str:
         name, file = os.fsdecode(self._names["name"][row]), int(self.rows["file"][row])
-        tar = file >= 0 and table.card["files"][file][1] == reading.TAR
-        return f"{table.path(table.card['files'][file][0])}/{name}" if tar else name
+        if file < 0 or table.prefix:
+            return f"{table.prefix}{name}"
+        path, kind = table.container(file)
+        return name if kind == reading.BYTES else f"{path}/{name}"
 
     def place(self, row: int, table: Table) -> Place:
         file, at, size = (int(self.rows[name][row]) for name in ("file", "at", "size"))
         if file >= 0:
-            name, kind = table.card["files"][file]
-            return Place(table.path(name), at, size, kind)
+            path, kind = table.container(file)
+            return Place(path, at, size, kind)
         name = self._names["image"][row] or self._names["name"][row]
         return Place(table.path(os.fsdecode(name)), at, size)
 
@@ -323,10 +344,8 @@ class _Part:
             return Unusable(reason, detail)
         file, at, size = (int(self._texts[name][number]) for name in ("file", "at", "size"))
         format, _, name = os.fsdecode(text).partition("\n")
-        kind = reading.FILE
-        if file >= 0:
-            name, kind = table.card["files"][file]
-        return InPlace(Place(table.path(name), at, size, kind), format)
+        path, kind = table.container(file) if file >= 0 else (table.path(name), reading.FILE)
+        return InPlace(Place(path, at, size, kind), format)
 
     def _number(self, field: str, row: int) -> Any:
         number = float(self.rows[f"number_{field}"][row])
@@ -383,17 +402,18 @@ def write(
     if place:
         place.mkdir(parents=True, exist_ok=True)
     store = functools.partial(_store, home if place is None else place)
-    shared, parts, fields = _Shared(root), list[Any](), list(rule.get("fields", ()))
+    shared, parts, fields = _Shared(root, place), list[Any](), list(rule.get("fields", ()))
     rows, more = iter(rows), True
-    while more:
-        chunk = itertools.islice(rows, PART)
-        part = _Writer(shared, fields)
-        for row in chunk:
-            part.add(row)
-        more = len(part) == PART
-        if len(part) or not parts:
-            left = inventory.take() if not more else []
-            parts.append({name: store(name, of) for name, of in part.columns(left).items()})
+    with shared:
+        while more:
+            chunk = itertools.islice(rows, PART)
+            part = _Writer(shared, fields)
+            for row in chunk:
+                part.add(row)
+            more = len(part) == PART
+            if len(part) or not parts:
+                left = inventory.take() if not more else []
+                parts.append({name: store(name, of) for name, of in part.columns(left).items()})
     if left := inventory.take():
         parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
     known = {"version": _VERSION, "rule": rule, "fields": fields, "files": shared.files,
@@ -421,12 +441,34 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
     return Table(contents)
 
 
-class _Shared:
-    """What all parts of a table number: containers and origins."""
+class _Shared(contextlib.ExitStack):
+    """What all parts of a table number, containers and origins, and the file of its pictures."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, home: Any):
+        super().__init__()
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
         self._numbers = dict[tuple[str, str], int]()
+        self._home, self._pictures, self._digest = home, None, hashlib.blake2b(digest_size=12)
+
+    def keep(self, content: bytes) -> Place:
+        """Store a picture with the table. At the end, the file is named by its contents."""
+        if self._pictures is None:
+            if not isinstance(self._home, pathlib.Path):
+                raise ValueError(
+                    f"the pictures of {self.root} are compressed, and no local folder can be "
+                    "written to store them: set XDG_CACHE_HOME to one"
+                )
+            temporary = self.enter_context(files.whole(self._home / "pictures", self._rename))
+            self._pictures = self.enter_context(temporary.open("wb"))
+        place = Place("", self._pictures.tell(), len(content), KEPT)
+        self._pictures.write(content)
+        self._digest.update(content)
+        return place
+
+    def _rename(self, temporary: pathlib.Path, _: pathlib.Path) -> None:
+        name = f"{self._digest.hexdigest()}.pictures"
+        self.files[self.files.index(("", KEPT))] = name, KEPT
+        temporary.replace(temporary.with_name(name))
 
     def short(self, path: str) -> str:
         """Return a path as the table stores it: relative to the root if it is below it."""
@@ -463,9 +505,10 @@ class _Writer:
 
     def add(self, row: Row) -> None:
         """Add a row."""
-        own = row.image.kind == reading.FILE
-        file = -1 if own else self._shared.file(row.image.file, row.image.kind)
-        values = file, row.image.at, row.image.size, row.key
+        image = row.image if isinstance(row.image, Place) else self._shared.keep(row.image)
+        own = image.kind == reading.FILE
+        file = -1 if own else self._shared.file(image.file, image.kind)
+        values = file, image.at, image.size, row.key
         for column, value in zip(self._rows.values(), values, strict=True):
             column.append(value)
         notes = {}
@@ -482,10 +525,10 @@ class _Writer:
         self._ends.append(len(self._entries))
         self._origins.extend(map(self._shared.origin, row.origins))
         self._origin_ends.append(len(self._origins))
-        image = self._shared.short(row.image.file) if own else ""
+        name = self._shared.short(image.file) if own else ""
         mask = self._shared.short(row.mask.file) if row.mask else ""
         self._names["name"].add(os.fsencode(row.name))
-        self._names["image"].add(os.fsencode(image if image != row.name else ""))
+        self._names["image"].add(os.fsencode(name if name != row.name else ""))
         self._names["mask"].add(os.fsencode(mask))
         self._names["note"].add(json.dumps(notes).encode() if notes else b"")
 
