@@ -105,6 +105,19 @@ def join(parts: Iterable[tuple[Any, float]]) -> Any:
     return Captions(texts, tuple(weight / sum(weights) for weight in weights))
 
 
+def with_origins(parts: Iterable[tuple[Any, float, str]]) -> tuple[Any, list[str]]:
+    """Join (text, weight, origin) triples; return the text, and the origin of each caption in it.
+
+    The origin of an Unusable error is that of the text which cannot be read.
+    """
+    parts = list(parts)
+    text = join((of, weight) for of, weight, _ in parts)
+    if isinstance(text, Unusable):
+        return text, [origin for of, _, origin in parts if of is text][:1]
+    read = ((of, origin) for of, _, origin in parts if not isinstance(of, Unusable))
+    return text, [origin for of, origin in read for _ in every(of)]
+
+
 def long_enough(text: Any, min_chars: int) -> Any:
     """Return the text of a record without captions of fewer than `min_chars` characters.
 

@@ -213,7 +213,8 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
             "run, which keeps the weights with --continue_from"
         )
     present = set(source.files)
-    if missing := [path for path in own.files() if path not in present]:
+    others = (path for path in own.files() if path not in present)
+    if missing := [path for path in others if not files.path(path).exists()]:
         raise ValueError(
             f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
             f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "

@@ -14,7 +14,8 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
                         of these
     HASH.names.arrow    name, image, mask and note large_binary, origin list<int32>
 
-Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows.
+Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows,
+and HASH.pictures the pictures that lie in no file that can be read again.
 
 Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
 copy. It is named by its contents: equal parts of several tables are stored once, and an import that
@@ -23,11 +24,13 @@ was killed leaves no file that another import could take for a different one.
 
 import array
 import bisect
+import contextlib
 import copy
 import hashlib
 import itertools
 import json
 import os
+import pathlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +51,9 @@ from diffusion_jax.data.records import Record, Records
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
-FILE = re.compile(r"[0-9a-f]{24}\.(rows|texts|names|left)\.arrow")
+KEPT = "kept"
+"""The kind of the file HASH.pictures in the card."""
+FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|names|left)\.arrow|pictures)")
 """The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
@@ -70,7 +75,8 @@ class Row(NamedTuple):
     """The name of the picture in messages. Of an image file in a folder, its path in it."""
     key: int
     """An integer from 0 to 2^64 - 1 that stays the same if other pictures are added."""
-    image: Place
+    image: Place | bytes
+    """Where the picture is. Its bytes, if they are compressed there, are stored with the table."""
     text: str | Captions | Unusable | Sequence[InPlace] = ()
     """The caption, several captions, the reason for which they cannot be read, or the places of
     embeddings. An empty sequence: the picture has no text."""
@@ -115,7 +121,12 @@ class Table(Records):
         ]
         self._left = _open(home, self.card["left"])
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+        self.prefix = ""
+        """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None  # The rows of a view.
+        for name in pictures_of(self.card):
+            if self.home is None or not (self.home / name).exists():
+                raise ValueError(f"{self.home}/{name} is missing: import the data again")
         self._bare: Any = Unusable("no_caption", "it has no text")
 
     def view(self, rows: Int[np.ndarray, "N"], bare: str | None = None) -> "Table":
@@ -205,8 +216,16 @@ class Table(Records):
 
     def files(self) -> list[str]:
         """Return the files that are read again in training; the captions are in the table."""
-        found = (name for part in self._parts for name in part.files())
-        return [self.path(name) for name in (*(name for name, _ in self.card["files"]), *found)]
+        containers = [self.container(number)[0] for number in range(len(self.card["files"]))]
+        found = (self.path(name) for part in self._parts for name in part.files())
+        return [*dict.fromkeys(containers), *found]
+
+    def container(self, number: int) -> tuple[str, str]:
+        """Return the path or URL of a file in the card, and the kind of the places in it."""
+        name, kind = self.card["files"][number]
+        if kind == KEPT:
+            return os.fspath(self.home / name), reading.BYTES  # pyright: ignore
+        return self.path(name), kind
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file of the data set, which the table names in short."""
@@ -290,14 +309,16 @@ class _Part:
 
     def name(self, row: int, table: Table) -> str:
         name, file = os.fsdecode(self._names["name"][row]), int(self.rows["file"][row])
-        tar = file >= 0 and table.card["files"][file][1] == reading.TAR
-        return f"{table.path(table.card['files'][file][0])}/{name}" if tar else name
+        if file < 0 or table.prefix:
+            return f"{table.prefix}{name}"
+        path, kind = table.container(file)
+        return name if kind == reading.BYTES else f"{path}/{name}"
 
     def place(self, row: int, table: Table) -> Place:
         file, at, size = (int(self.rows[name][row]) for name in ("file", "at", "size"))
         if file >= 0:
-            name, kind = table.card["files"][file]
-            return Place(table.path(name), at, size, kind)
+            path, kind = table.container(file)
+            return Place(path, at, size, kind)
         name = self._names["image"][row] or self._names["name"][row]
         return Place(table.path(os.fsdecode(name)), at, size)
 
@@ -324,10 +345,8 @@ class _Part:
             return _unusable(text.decode(errors="surrogatepass"))
         file, at, size = (int(self._texts[name][number]) for name in ("file", "at", "size"))
         format, _, name = os.fsdecode(text).partition("\0")
-        kind = reading.FILE
-        if file >= 0:
-            name, kind = table.card["files"][file]
-        return InPlace(Place(table.path(name), at, size, kind), format)
+        path, kind = table.container(file) if file >= 0 else (table.path(name), reading.FILE)
+        return InPlace(Place(path, at, size, kind), format)
 
     def _number(self, field: str, row: int) -> Any:
         number = float(self.rows[f"number_{field}"][row])
@@ -383,17 +402,18 @@ def write(
     if not isinstance(home, dict):
         home = files.path(home)
         home.mkdir(parents=True, exist_ok=True)
-    shared, parts, fields = _Shared(root), list[Any](), list(rule.get("fields", ()))
+    shared, parts, fields = _Shared(root, home), list[Any](), list(rule.get("fields", ()))
     rows = iter(rows)
-    while True:
-        part = _Writer(shared, fields)
-        for row in itertools.islice(rows, PART):
-            part.add(row)
-        if len(part) or not parts:
-            columns = part.columns().items()
-            parts.append({kind: _store(home, kind, of) for kind, of in columns})
-        if len(part) < PART:
-            break
+    with shared:
+        while True:
+            part = _Writer(shared, fields)
+            for row in itertools.islice(rows, PART):
+                part.add(row)
+            if len(part) or not parts:
+                columns = part.columns().items()
+                parts.append({kind: _store(home, kind, of) for kind, of in columns})
+            if len(part) < PART:
+                break
     left = {"name": _Buffer(), "reason": _Buffer()}
     for name, reason in inventory.take():
         left["name"].add(os.fsencode(name))
@@ -428,10 +448,16 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
 
     Raises ValueError if one is not the name of such a file.
     """
-    names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    parts = (name for part in card["parts"] for name, *_ in part.values())
+    names = {*parts, card["left"][0], *pictures_of(card)}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
         raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
     return names
+
+
+def pictures_of(card: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files that hold pictures of the table with this card."""
+    return [name for name, kind in card["files"] if kind == KEPT]
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
@@ -441,14 +467,36 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
     return Table(contents)
 
 
-class _Shared:
-    """The numbers that all parts of a table share: those of containers and origins."""
+class _Shared(contextlib.ExitStack):
+    """What all parts of a table share: numbers of containers and origins, a file of pictures."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, home: Any):
+        super().__init__()
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
         self.unreadable = False
         """Whether a text or number could not be read."""
         self._numbers = dict[tuple[str, str], int]()
+        self._home, self._pictures, self._digest = home, None, hashlib.blake2b(digest_size=12)
+
+    def keep(self, content: bytes) -> Place:
+        """Store a picture with the table. At the end, the file is named by its contents."""
+        if self._pictures is None:
+            if not isinstance(self._home, pathlib.Path):
+                raise ValueError(
+                    f"the pictures of {self.root} are compressed, and no local folder can be "
+                    "written to store them: set XDG_CACHE_HOME to one"
+                )
+            temporary = self.enter_context(files.whole(self._home / "pictures", self._rename))
+            self._pictures = self.enter_context(temporary.open("wb"))
+        place = Place("", self._pictures.tell(), len(content), KEPT)
+        self._pictures.write(content)
+        self._digest.update(content)
+        return place
+
+    def _rename(self, temporary: pathlib.Path, _: pathlib.Path) -> None:
+        name = f"{self._digest.hexdigest()}.pictures"
+        self.files[self.files.index(("", KEPT))] = name, KEPT
+        temporary.replace(temporary.with_name(name))
 
     def short(self, path: str) -> str:
         """Return a path as the table stores it: relative to the root if it is below it."""
@@ -486,9 +534,10 @@ class _Writer:
 
     def add(self, row: Row) -> None:
         """Add a row."""
-        own = row.image.kind == reading.FILE
-        file = -1 if own else self._shared.file(row.image.file, row.image.kind)
-        values = file, row.image.at, row.image.size, row.key
+        image = row.image if isinstance(row.image, Place) else self._shared.keep(row.image)
+        own = image.kind == reading.FILE
+        file = -1 if own else self._shared.file(image.file, image.kind)
+        values = file, image.at, image.size, row.key
         for column, value in zip(self._rows.values(), values, strict=True):
             column.append(value)
         notes = {}
@@ -504,10 +553,10 @@ class _Writer:
         self._ends.append(len(self._entries))
         self._origins.extend(map(self._shared.origin, row.origins))
         self._origin_ends.append(len(self._origins))
-        image = self._shared.short(row.image.file) if own else ""
+        name = self._shared.short(image.file) if own else ""
         mask = self._shared.short(row.mask.file) if row.mask else ""
         self._names["name"].add(os.fsencode(row.name))
-        self._names["image"].add(os.fsencode(image if image != row.name else ""))
+        self._names["image"].add(os.fsencode(name if name != row.name else ""))
         self._names["mask"].add(os.fsencode(mask))
         self._names["note"].add(json.dumps(notes).encode() if notes else b"")
 
