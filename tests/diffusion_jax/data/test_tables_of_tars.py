@@ -17,7 +17,7 @@ import pytest
 from absl import logging
 
 from diffusion_jax import files
-from diffusion_jax.data import home, storage, table, tars
+from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.sources.webdataset import import_tars, open_tars
 
 SUFFIXES = ("jpg", "png", "txt", "caption")
