@@ -139,7 +139,7 @@ def _newest(source: Source, name: str) -> Table:
                 found = _import(folder, source, seen, stamps)
                 _prune(folder)
                 if shared and found.card["seen"]:
-                    _upload(found, shared)
+                    _upload(found, folder, shared)
                 return found
             except OSError as error:
                 if not files.is_full(error):
@@ -162,7 +162,7 @@ def _download(
 ) -> Table | None:
     """Copy a table from a bucket and return it, or None if it is missing or out of date."""
     # Any error means that there is none, or that only the data may be read.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(Exception):
         card = (shared / table.CARD).read_bytes()
         if json.loads(card)["seen"] == seen:
             for name in table.files_of(json.loads(card)):
@@ -172,10 +172,10 @@ def _download(
             return _open(folder, source, seen)
 
 
-def _upload(found: Table, shared: files.Remote) -> None:
+def _upload(found: Table, folder: pathlib.Path, shared: files.Remote) -> None:
     try:
         for name in (*table.files_of(found.card), table.CARD):
-            (shared / name).send(found.home / name)
+            (shared / name).send(folder / name)
     except OSError as error:
         logging.warning(
             "the table of the data cannot be uploaded, so each machine makes its own: %s", error
