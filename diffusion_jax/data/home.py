@@ -242,7 +242,8 @@ def _folders(source: Source, name: str) -> list[pathlib.Path]:
 
 def _is_writable(folder: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        beside = folder.parent.name == storage.TABLES  # Other users read the data, too.
+        folder.mkdir(0o777 if beside else 0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False

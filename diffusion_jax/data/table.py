@@ -616,7 +616,10 @@ def _open(home: Any, contents: Mapping[str, Any] | None, of: Sequence[Any]) -> M
         else pyarrow.memory_map(os.fspath(files.cached(home / name))).read_buffer()
     )  # fmt: skip
     if (mapped.size, zlib.crc32(mapped)) != (size, crc):
-        raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
+        raise ValueError(
+            f"{home}/{name} has changed since it was written: delete this folder, and the data are "
+            "imported again"
+        )
     with pyarrow.ipc.open_file(mapped) as reader:
         batch = reader.get_batch(0)
     return {name: _view(batch.column(name)) for name in batch.schema.names}

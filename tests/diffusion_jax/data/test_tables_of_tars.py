@@ -4,6 +4,7 @@ import collections
 import hashlib
 import io
 import json
+import os
 import pathlib
 import shutil
 import tarfile
@@ -17,7 +18,8 @@ import pytest
 from absl import logging
 
 from diffusion_jax import files
-from diffusion_jax.data import home, storage, table, tars
+from diffusion_jax.config import picture_fields
+from diffusion_jax.data import reading, storage, table, tars
 from diffusion_jax.data.sources.webdataset import import_tars, open_tars
 
 SUFFIXES = ("jpg", "png", "txt", "caption")
@@ -127,6 +129,32 @@ def test_a_table_is_imported_once_and_is_mapped_into_memory(tmp_path, monkeypatc
     assert not again._parts[0].rows["key"].flags.owndata  # Mapped: processes share its pages.
     assert {p.name for p in (tmp_path / "s").iterdir() if p.suffix not in (".tar", ".npz")} == {
         storage.TABLES}  # fmt: skip
+
+
+def test_tables_beside_the_tars_are_for_all_users_and_those_in_the_cache_for_one(bucket, cache):
+    write_tars(cache.parent / "t")
+    os.umask(mask := os.umask(0))
+    folder = import_tars(cache.parent / "t", "txt").home
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert import_tars(bucket, "txt").home.stat().st_mode & 0o777 == 0o700
+
+
+def test_texts_far_from_each_other_are_read_at_the_import(tmp_path):
+    names = [f"{i}.{suffix}" for i in range(5) for suffix in ("jpg", "txt", "json")]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in names:
+            content = {"j": b'{"n": %s}' % name[:1].encode(), "t": name.encode()}.get(
+                name[2] if name[2:] != "jpg" else "", bytes(reading._GAP + 600)
+            )
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    opened = open_tars(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    found = [(record.text, record.numbers["n"]) for record in opened.read(range(5))]
+    assert found == [(f"{i}.txt", i) for i in range(5)]
+    id, again = opened.id, tmp_path / "a.tar"
+    os.utime(again, ns=(1, 1))
+    assert open_tars(again, fields=picture_fields.read(("n=0..9",))).id == id
 
 
 def test_tars_that_were_moved_are_not_imported_again(tmp_path, monkeypatch):

@@ -61,8 +61,8 @@ def test_validate_counts_sizes_texts_and_broken_images(folder):
     assert report["smaller_side"] == {"min": 16, "p5": 16, "median": 16, "p95": 29.2, "max": 40}
     assert (report["aspect"]["median"], report["aspect"]["max"]) == (1, 2)
     assert (report["text_length"]["min"], report["empty_texts"]) == (0, 1)
-    assert report["text_length"]["max"] == max(map(len, open_folder(folder, uncaptioned="drop").texts(
-        [0, 1, 2, 4, 5, 6, 7, 8, 9, 10])))  # fmt: skip
+    texts = open_folder(folder, uncaptioned="drop").texts([0, 1, 2, 4, 5, 6, 7, 8, 9, 10])
+    assert report["text_length"]["max"] == max(map(len, texts))
     assert (report["words"]["on"], report["text_words"]["max"], report["duplicates"]) == (9, 6, 0)
     assert validate(open_folder(folder, uncaptioned="drop"), num=4)["read"] == 4
 
