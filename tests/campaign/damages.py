@@ -93,7 +93,7 @@ def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
     """Return damages of inputs: a flipped bit in the table of tars, and a missing tar."""
 
     def table(out, rng):
-        paths = _inside(tars, f"{storage.TABLES}/*/*.rows.arrow")
+        paths = _inside(tars, f"{storage.OWN}/*/*.rows.arrow")
         if not paths:
             return None
         flip(path := rng.choice(paths), rng)

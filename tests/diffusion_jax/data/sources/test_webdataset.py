@@ -128,7 +128,7 @@ def test_the_index_of_a_tar_is_reused_until_the_tar_changes(tmp_path, monkeypatc
 
 def tables(folder, pattern="*.arrow"):
     """Return the files of the tables beside the tars in a folder."""
-    return sorted((folder / storage.TABLES).glob(f"*/{pattern}"))
+    return sorted((folder / storage.OWN).glob(f"*/{pattern}"))
 
 
 def test_a_damaged_index_or_table_is_rebuilt(tmp_path):
@@ -177,7 +177,7 @@ def test_complete_records_of_a_truncated_tar_are_used(tmp_path):
     lost = {"no_picture": 1, "truncated_tar": 1}
     assert records.left_out() == open_tars(tar).left_out() == lost
     # No index is stored, because reading it again may succeed, and the table is not used again.
-    assert sorted(os.listdir(tmp_path)) == [storage.TABLES, "a.tar"]
+    assert sorted(os.listdir(tmp_path)) == [storage.OWN, "a.tar"]
     tar.write_bytes((whole := tar.read_bytes()) + bytes(5 * 1536 + 1536 - len(whole)))
     os.utime(tar, ns=(1, 1))
     assert len(open_tars(tar)) == 3
