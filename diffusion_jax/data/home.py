@@ -140,7 +140,7 @@ def _newest(source: Source, name: str) -> Table:
                 found = _import(folder, source, seen, stamps)
                 _prune(folder)
                 if shared and found.card["seen"]:
-                    _upload(found, shared)
+                    _upload(folder, found, shared)
                 return found
             except OSError as error:
                 if not files.is_full(error):
@@ -163,10 +163,10 @@ def _download(
             return _open(folder, source, seen)
 
 
-def _upload(found: Table, shared: files.Remote) -> None:
+def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
     try:
         for name in (*table.files_of(found.card), table.CARD):
-            (shared / name).send(found.home / name)
+            (shared / name).send(folder / name)
     except OSError as error:
         logging.warning(
             "the table of the data cannot be uploaded, so each machine makes its own: %s", error

@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -134,9 +135,12 @@ def test_a_table_is_imported_once_and_is_mapped_into_memory(tmp_path, monkeypatc
 def test_tables_beside_the_tars_are_for_all_users_and_those_in_the_cache_for_one(bucket, cache):
     write_tars(cache.parent / "t")
     os.umask(mask := os.umask(0))
-    folder = import_tars(cache.parent / "t", "txt").home
+    import_tars(cache.parent / "t", "txt")
+    (folder,) = (cache.parent / "t" / storage.OWN).iterdir()
     assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
-    assert import_tars(bucket, "txt").home.stat().st_mode & 0o777 == 0o700
+    import_tars(bucket, "txt")
+    (folder,) = (path for path in cache.iterdir() if path.suffix != ".npz")
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_texts_far_from_each_other_are_read_at_the_import(tmp_path):
@@ -184,7 +188,7 @@ def test_adding_a_tar_imports_the_tars_again_and_keeps_the_old_table(tmp_path):
     after = import_tars(tmp_path / "s", "txt")
     assert read(after) == by_hand(tmp_path / "s", contents, "txt")
     assert read(before) == rows
-    assert {card.name for card in before.home.glob("card-*")} == {
+    assert {card.name for card in (tmp_path / "s" / storage.OWN).glob("*/card-*")} == {
         f"card-{one.id()}.json" for one in (before, after)}  # fmt: skip
 
 
@@ -224,7 +228,7 @@ def bucket(tmp_path):
 
 def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache, monkeypatch):
     first = open_tars(bucket, uncaptioned="drop")
-    stored = files.path(bucket) / storage.OWN
+    stored: Any = files.path(bucket) / storage.OWN
     (copy,) = (path for path in cache.iterdir() if path.suffix != ".npz")
     in_bucket = {name.rpartition("/")[2] for name in stored.objects()}
     assert in_bucket == {
@@ -246,7 +250,7 @@ def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache,
 
 def test_a_card_in_a_bucket_that_names_a_file_elsewhere_is_not_used(bucket, cache, tmp_path):
     first = open_tars(bucket, uncaptioned="drop")
-    stored = files.path(bucket) / storage.OWN
+    stored: Any = files.path(bucket) / storage.OWN
     (name,) = (name[1:] for name in stored.objects() if name.endswith("card.json"))
     card = json.loads((stored / name).read_text())
     card["parts"][0]["rows"][0] = "../../harm"
