@@ -154,12 +154,14 @@ def _download(
     """Copy a table from a bucket and return it, or None if it is missing or out of date."""
     # Any error means that there is none, or that only the data may be read.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        card = (shared / table.CARD).read_bytes()
-        if json.loads(card)["seen"] == seen:
-            for name in filter(table.FILE.fullmatch, table.files_of(json.loads(card))):
+        card = json.loads(written := (shared / table.CARD).read_bytes())
+        own = os.path.basename(table.card_of(card["id"]))
+        if card["seen"] == seen:
+            for name in table.files_of(card):
                 with files.whole(folder / name) as temporary:
                     (shared / name).get(temporary)
-            files.write_whole(folder / table.CARD, card)
+            for name in (own, table.CARD):
+                files.write_whole(folder / name, written)
             return _open(folder, source, seen)
 
 

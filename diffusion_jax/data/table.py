@@ -424,8 +424,14 @@ def card_of(id: str) -> str:
 
 
 def files_of(card: Mapping[str, Any]) -> set[str]:
-    """Return the names of the files of the table with this card."""
-    return {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    """Return the names of the files of the table with this card.
+
+    Raises ValueError if one is not the name of such a file.
+    """
+    names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    if wrong := [name for name in names if not FILE.fullmatch(name)]:
+        raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
+    return names
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
