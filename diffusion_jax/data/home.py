@@ -2,8 +2,9 @@
 
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
 settings that the rows depend on. If this folder cannot be written, it lives in the user's cache, or
-else in memory. For data at URLs, it lives in the cache of each machine, and in the bucket, for
-other machines.
+else in memory. For data at URLs, it lives in the cache of each machine and, for other machines, in
+the bucket.
+
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
 imported again, which writes only the parts that changed. A copy of the data set that keeps the
 times of the files needs no import. The last tables are kept: a run whose data set grew goes on with
@@ -128,23 +129,50 @@ def _newest(source: Source, name: str) -> Table:
     for folder in folders:
         if (found := _open(folder, source, seen)) is not None:
             return found
+    shared = files.store_path(os.path.join(source.root, storage.OWN, name))
     for folder in filter(_is_writable, folders):
         with filelock.FileLock(folder / ".lock", mode=0o666):
             if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
                 return found
-            shared = files.store_path(os.path.join(source.root, storage.OWN, name))
-            if shared and (found := _download(shared, folder, source, seen)) is not None:
-                return found
             try:
+                if shared and (found := _download(shared, folder, source, seen)) is not None:
+                    return found
                 found = _import(folder, source, seen, stamps)
                 _prune(folder)
                 if shared and found.card["seen"]:
-                    _upload(found, folder, shared)
+                    _upload(folder, found, shared)
                 return found
             except OSError as error:
                 if not files.is_full(error):
                     raise
     return _import({}, source, seen, stamps)
+
+
+def _download(
+    shared: files.Remote, folder: pathlib.Path, source: Source, seen: str
+) -> Table | None:
+    """Copy a table from a bucket and return it, or None if it is missing or out of date."""
+    # Any error means that there is none, or that only the data may be read.
+    with contextlib.suppress(Exception):  # A damaged card can raise anything.
+        card = json.loads(written := (shared / table.CARD).read_bytes())
+        own = os.path.basename(table.card_of(card["id"]))
+        if card["seen"] == seen:
+            for name in table.files_of(card):
+                with files.whole(folder / name) as temporary:
+                    (shared / name).get(temporary)
+            for name in (own, table.CARD):
+                files.write_whole(folder / name, written)
+            return _open(folder, source, seen)
+
+
+def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
+    try:
+        for name in (*table.files_of(found.card), table.CARD):
+            (shared / name).send(folder / name)
+    except OSError as error:
+        logging.warning(
+            "the table of the data cannot be uploaded, so each machine makes its own: %s", error
+        )
 
 
 def _import(
@@ -155,31 +183,6 @@ def _import(
     table.write(place, source.rows(left), left, root=source.root, rule=source.rule,
                 facts=source.facts, seen=seen, stamps=stamps)  # fmt: skip
     return Table(place)
-
-
-def _download(
-    shared: files.Remote, folder: pathlib.Path, source: Source, seen: str
-) -> Table | None:
-    """Copy a table from a bucket and return it, or None if it is missing or out of date."""
-    # Any error means that there is none, or that only the data may be read.
-    with contextlib.suppress(Exception):
-        card = (shared / table.CARD).read_bytes()
-        if json.loads(card)["seen"] == seen:
-            for name in table.files_of(json.loads(card)):
-                with files.whole(folder / name) as temporary:
-                    (shared / name).get(temporary)
-            files.write_whole(folder / table.CARD, card)
-            return _open(folder, source, seen)
-
-
-def _upload(found: Table, folder: pathlib.Path, shared: files.Remote) -> None:
-    try:
-        for name in (*table.files_of(found.card), table.CARD):
-            (shared / name).send(folder / name)
-    except OSError as error:
-        logging.warning(
-            "the table of the data cannot be uploaded, so each machine makes its own: %s", error
-        )
 
 
 def _prune(folder: pathlib.Path) -> None:

@@ -122,9 +122,10 @@ def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:
 def _contents(place: Place, parts: Sequence[tuple[str, int, int, bytes]]) -> bytes | Unusable:
     """Return the bytes at a place, which one of the parts that were read contains."""
     begin = place.at - tars.BLOCK * (place.kind == TAR)
+    end = place.at + place.size
     part = parts[bisect.bisect(parts, (place.file, begin), key=lambda part: part[:2]) - 1]
-    found = part[3][begin - part[1] : place.at + place.size - part[1]]
-    if len(found) < place.at + place.size - begin:
+    found = part[3][begin - part[1] : end - part[1]]
+    if len(found) < end - begin:
         return b""  # The file was truncated after it was listed.
     if place.kind == BYTES:
         return found

@@ -5,6 +5,8 @@ import random
 import shutil
 from collections.abc import Callable, Mapping
 
+from diffusion_jax.data import storage
+
 Mend = Callable[[], object]
 Damage = Callable[[pathlib.Path, random.Random], tuple[str, Mend] | None]
 """(folder of the subject, randomness) to what was damaged, and what a person does about it who is
@@ -88,10 +90,10 @@ CHECKPOINT: Mapping[str, Damage] = {
 
 
 def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
-    """Return damages of inputs: a flipped bit in the listing of tars, and a missing tar."""
+    """Return damages of inputs: a flipped bit in the table of tars, and a missing tar."""
 
-    def listing(out, rng):
-        paths = _inside(tars, "*.index")
+    def table(out, rng):
+        paths = _inside(tars, f"{storage.OWN}/*/*.rows.arrow")
         if not paths:
             return None
         flip(path := rng.choice(paths), rng)
@@ -105,7 +107,7 @@ def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
         path.rename(aside)
         return path.name, lambda: aside.rename(path)
 
-    return {"flipped bit in the index of its tars": listing, "vanished tar": away}
+    return {"flipped bit in the table of its tars": table, "vanished tar": away}
 
 
 def of_table(table: pathlib.Path) -> Mapping[str, Damage]:

@@ -197,7 +197,7 @@ class _Importer:
         found, origins = [], []
         for part, number in zip(self._parts, files, strict=False):
             if number >= 0:
-                of = contents.get(number)
+                of: Any = contents.get(number)
                 if self._in_place:
                     text = InPlace(places[number], part.text, part.weight)
                 else:

@@ -4,12 +4,14 @@ import collections
 import hashlib
 import io
 import json
+import os
 import pathlib
 import shutil
 import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,7 +19,8 @@ import pytest
 from absl import logging
 
 from diffusion_jax import files
-from diffusion_jax.data import storage, table, tars
+from diffusion_jax.config import picture_fields
+from diffusion_jax.data import reading, storage, table, tars
 from diffusion_jax.data.sources.webdataset import import_tars, open_tars
 
 SUFFIXES = ("jpg", "png", "txt", "caption")
@@ -129,6 +132,35 @@ def test_a_table_is_imported_once_and_is_mapped_into_memory(tmp_path, monkeypatc
         storage.OWN}  # fmt: skip
 
 
+def test_tables_beside_the_tars_are_for_all_users_and_those_in_the_cache_for_one(bucket, cache):
+    write_tars(cache.parent / "t")
+    os.umask(mask := os.umask(0))
+    import_tars(cache.parent / "t", "txt")
+    (folder,) = (cache.parent / "t" / storage.OWN).iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+    import_tars(bucket, "txt")
+    (folder,) = (path for path in cache.iterdir() if path.suffix != ".npz")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_texts_far_from_each_other_are_read_at_the_import(tmp_path):
+    names = [f"{i}.{suffix}" for i in range(5) for suffix in ("jpg", "txt", "json")]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in names:
+            content = {"j": b'{"n": %s}' % name[:1].encode(), "t": name.encode()}.get(
+                name[2] if name[2:] != "jpg" else "", bytes(reading._GAP + 600)
+            )
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    opened = open_tars(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    found = [(record.text, record.numbers["n"]) for record in opened.read(range(5))]
+    assert found == [(f"{i}.txt", i) for i in range(5)]
+    id, again = opened.id(), tmp_path / "a.tar"
+    os.utime(again, ns=(1, 1))
+    assert open_tars(again, fields=picture_fields.read(("n=0..9",))).id() == id
+
+
 def test_tars_that_were_moved_are_not_imported_again(tmp_path, monkeypatch):
     write_tars(tmp_path / "s")
     first = import_tars(tmp_path / "s", "txt")
@@ -156,7 +188,7 @@ def test_adding_a_tar_imports_the_tars_again_and_keeps_the_old_table(tmp_path):
     after = import_tars(tmp_path / "s", "txt")
     assert read(after) == by_hand(tmp_path / "s", contents, "txt")
     assert read(before) == rows
-    assert {card.name for card in before.home.glob("card-*")} == {
+    assert {card.name for card in (tmp_path / "s" / storage.OWN).glob("*/card-*")} == {
         f"card-{one.id()}.json" for one in (before, after)}  # fmt: skip
 
 
@@ -168,7 +200,7 @@ def test_other_files_beside_the_tars_are_counted_anew(tmp_path):
         assert import_tars(tmp_path / "s", "txt").left_out()["format"] == 1
 
 
-@pytest.mark.parametrize("kind", ["rows", "texts"])
+@pytest.mark.parametrize("kind", ["rows", "texts", "names", "left"])
 def test_a_flipped_bit_anywhere_in_a_table_is_noticed(tmp_path, kind):
     write_tars(tmp_path / "s", 1)
     first = read(import_tars(tmp_path / "s", "txt"))
@@ -196,7 +228,7 @@ def bucket(tmp_path):
 
 def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache, monkeypatch):
     first = open_tars(bucket, uncaptioned="drop")
-    stored = files.path(bucket) / storage.OWN
+    stored: Any = files.path(bucket) / storage.OWN
     (copy,) = (path for path in cache.iterdir() if path.suffix != ".npz")
     in_bucket = {name.rpartition("/")[2] for name in stored.objects()}
     assert in_bucket == {
@@ -207,7 +239,8 @@ def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache,
     with monkeypatch.context() as patched:
         patched.setattr(table, "write", lambda *_, **__: pytest.fail("imported once more"))
         second = open_tars(bucket, uncaptioned="drop")
-        assert second.read([3, 0]) == first.read([3, 0]) and copy.exists()
+        assert second.read([3, 0]) == first.read([3, 0])
+        assert {path.name for path in copy.iterdir()} > {"card.json", f"card-{first.id()}.json"}
     # A damaged copy in the bucket is not used, and is replaced.
     shutil.rmtree(copy)
     name = next(name for name in stored.objects() if name.endswith("rows.arrow"))[1:]
@@ -218,7 +251,7 @@ def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache,
 
 def test_a_card_in_a_bucket_that_names_a_file_elsewhere_is_not_used(bucket, cache, tmp_path):
     first = open_tars(bucket, uncaptioned="drop")
-    stored = files.path(bucket) / storage.OWN
+    stored: Any = files.path(bucket) / storage.OWN
     (name,) = (name[1:] for name in stored.objects() if name.endswith("card.json"))
     card = json.loads((stored / name).read_text())
     card["parts"][0]["rows"][0] = "../../harm"
