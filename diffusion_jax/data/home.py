@@ -1,15 +1,18 @@
 """Find the table of a data set, or import it: where tables live, and when they are still true.
 
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
-settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
+settings that the rows depend on. If this folder cannot be written, it lives in the user's cache, or
+else in memory.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
-imported again, which writes only the parts that changed. The last tables are kept: a run whose
-data set grew goes on with its own table.
+imported again, which writes only the parts that changed. A copy of the data set that keeps the
+times of the files needs no import. The last tables are kept: a run whose data set grew goes on with
+its own table.
 """
 
 import collections
 import contextlib
 import contextvars
+import copy
 import hashlib
 import json
 import os
@@ -28,7 +31,6 @@ from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
 from diffusion_jax.files import untrusted
 
-FOLDER = ".diffusion_jax"
 RUN = "data.json"
 """The file in a workdir that holds the ids of the tables that the run reads."""
 _KEPT = 3  # Number of tables of a data set that are kept.
@@ -48,7 +50,8 @@ class Source(NamedTuple):
     left: LeftOut
     """The files that were left out while the others were found."""
     facts: dict[str, Any]
-    """More for the card, such as the "suffixes" of all files; complete after the last row."""
+    """More for the card, complete after the last row: the "suffixes" of all files, and "warnings",
+    which are logged whenever the table is opened."""
 
 
 class Tables:
@@ -70,11 +73,13 @@ class Tables:
         Raises ValueError if files of its own table are missing.
         """
         used, number = self._used.get(name, []), len(self._ids[name])
-        own = _older(found, used[number]) if number < len(used) else None
+        own = found
+        if found.home and number < len(used) and used[number] != found.id():
+            own = _open(found.home, source, None, table.card_of(used[number]))
         if own is not None and not same_rows(own, found):
             _check_grown(own, found, source)
             found = own
-        self._ids[name].append(found.id)
+        self._ids[name].append(found.id())
         return found
 
     def write(self) -> None:
@@ -104,28 +109,43 @@ def open_table(source: Source) -> Table:
         ValueError: a file cannot be read; see the importers.
         OSError: a file is missing.
     """
-    name, run = _digest(source.rule), _RUN.get()
+    name, run = _digest(json.dumps(source.rule, sort_keys=True)), _RUN.get()
     found = _newest(source, name)
-    return run.choose(name, found, source) if run and found.home else found
+    found = run.choose(name, found, source) if run and found.home else found
+    for warning in found.card["facts"].get("warnings", ()):
+        logging.warning("%s", warning)
+    return found
 
 
 def _newest(source: Source, name: str) -> Table:
+    """Return the table of the data set as it is now, which is imported if necessary."""
     stamps = dict(zip(source.files, storage.stamps(source.files), strict=True))
-    seen, folders = _seen(source.root, stamps), _folders(source, name)
+    seen, folders = _seen(source, stamps), _folders(source, name)
     for folder in folders:
         if (found := _open(folder, source, seen)) is not None:
             return found
-    folder = next(filter(_is_writable, folders), None)
-    options = {"root": source.root, "rule": source.rule, "facts": source.facts, "seen": seen,
-               "stamps": stamps}  # fmt: skip
-    if folder is None:
-        return table.in_memory(source.rows(source.left), source.left, **options)
-    with filelock.FileLock(folder / ".lock"):
-        if (found := _open(folder, source, seen)) is None:  # Another process may have imported it.
-            table.write(folder, source.rows(source.left), source.left, **options)
-            found = Table(folder)
-            _prune(folder)
-    return found
+    for folder in filter(_is_writable, folders):
+        with filelock.FileLock(folder / ".lock", mode=0o666):
+            if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
+                return found
+            try:
+                found = _import(folder, source, seen, stamps)
+                _prune(folder)
+                return found
+            except OSError as error:
+                if not files.is_full(error):
+                    raise
+    return _import({}, source, seen, stamps)
+
+
+def _import(
+    place: pathlib.Path | dict[str, bytes], source: Source, seen: str, stamps: Mapping[str, str]
+) -> Table:
+    """Write the table into a folder, or into a dictionary that stays in memory."""
+    left = copy.deepcopy(source.left)  # A full disk leads to a second import.
+    table.write(place, source.rows(left), left, root=source.root, rule=source.rule,
+                facts=source.facts, seen=seen, stamps=stamps)  # fmt: skip
+    return Table(place)
 
 
 def _prune(folder: pathlib.Path) -> None:
@@ -134,18 +154,15 @@ def _prune(folder: pathlib.Path) -> None:
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
     kept = set[str]()
-    for card in (json.loads(card.read_bytes()) for card in cards[-_KEPT:]):
-        kept.update(name for part in card["parts"] for name, *_ in part.values())
-        kept.update(name for name, kind in card["files"] if kind == table.KEPT)
-    for path in (*folder.glob("*.arrow"), *folder.glob("*.pictures")):
-        if path.name not in kept:
+    for card in cards[-_KEPT:]:
+        with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
+            kept |= table.files_of(json.loads(card.read_bytes()))
+    for path in folder.iterdir():
+        unfinished = (".*.arrow.*.tmp", ".pictures.*.tmp")  # Left by an import that was killed.
+        if any(map(path.match, unfinished)) or (
+            table.FILE.fullmatch(path.name) and path.name not in kept
+        ):
             path.unlink(missing_ok=True)
-
-
-def _older(found: Table, id: str) -> Table | None:
-    """Return the table with this id in the folder of another table, or None if it was deleted."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return found if found.id == id else Table(found.home, f"card-{id}.json")
 
 
 def same_rows(one: Table, other: Table) -> bool:
@@ -177,36 +194,44 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
     )  # fmt: skip
 
 
-def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
-    """Return the table in a folder, or None if it is missing, foreign, damaged or out of date."""
-    if not tars.is_trusted(folder / table.CARD, source.files[0] if source.files else source.root):
+def _open(
+    folder: pathlib.Path, source: Source, seen: str | None, card: str = table.CARD
+) -> Table | None:
+    """Return the table in a folder, or None if it is missing, foreign, damaged or out of date.
+
+    If `seen` is None, it may be out of date.
+    """
+    if not tars.is_trusted(folder / card, source.files[0] if source.files else source.root):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = Table(folder)
-        if found.card["seen"] == seen and found.card["root"] == source.root:
-            return found
+    with contextlib.suppress(Exception):  # A damaged card can raise anything.
+        found = Table(folder, source.root, card)
+        return found if seen in (None, found.card["seen"]) else None
 
 
-def _seen(root: str, stamps: Mapping[str, str]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _seen(source: Source, stamps: Mapping[str, str]) -> str:
+    digest = hashlib.blake2b(json.dumps(source.left.saved()).encode(), digest_size=16)
     for name, stamp in stamps.items():
-        digest.update(os.fsencode(f"{name.removeprefix(root)} {stamp}\n"))
+        digest.update(os.fsencode(f"{name.removeprefix(source.root)}\0{stamp}\0"))
     return digest.hexdigest()
 
 
-def _digest(rule: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _folders(source: Source, name: str) -> list[pathlib.Path]:
-    beside = [] if storage.is_url(source.root) else [pathlib.Path(source.root, FOLDER, name)]
-    root = hashlib.sha256(os.fsencode(source.root)).hexdigest()[:16]
-    return [*beside, *(pathlib.Path(cache, f"{name}-{root}") for cache in tars.cache_folders())]
+    """Return the folders for a table, the preferred one first."""
+    is_url = storage.is_url(source.root)
+    beside = [] if is_url else [pathlib.Path(source.root, storage.OWN, name)]
+    root = _digest(source.root if is_url else os.path.realpath(source.root))
+    return [*beside, *(cache / f"{name}-{root}" for cache in tars.cache_folders())]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _is_writable(folder: pathlib.Path) -> bool:
+    mode = 0o777 if folder.parent.name == storage.OWN else 0o700  # A cache is private.
     with contextlib.suppress(OSError):
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode, parents=True, exist_ok=True)
+        folder.mkdir(mode, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False

@@ -22,6 +22,8 @@ from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote, untrusted
 
+OWN = ".diffusion_jax"
+"""The folder in a data set that holds what this package knows of the data set; see home.py."""
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
@@ -56,7 +58,7 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
 
     A folder that was reached before is not searched again. Links that lead to such a folder or to
     nothing, hidden files and folders, special files, and folders that cannot be read are added to
-    `inventory`.
+    `inventory`; the folder OWN is not.
     """
     if is_url(folder):
         system = _system(folder)
@@ -84,6 +86,8 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
         seen.add(place)
         for entry in sorted(entries, key=lambda entry: entry.name):
             kind = "hidden" if is_hidden(entry.name) else _kind(entry)
+            if entry.name == OWN:
+                continue
             if kind == "folder":
                 (linked if by_link or entry.is_symlink() else folders).append(entry.path)
             elif kind == "file":

@@ -13,7 +13,7 @@ from diffusion_jax import files
 from diffusion_jax.config.settings import Text
 from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import remote
@@ -104,7 +104,7 @@ def test_a_store_of_texts_in_a_bucket_matches_one_in_a_folder(bucket, tmp_path, 
 def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path, format):
     pictures = digits.write_examples(tmp_path / "pictures", 10, size=8)
     (pictures / "00003.png").write_bytes(b"GIF89a")
-    records = Folder(pictures, uncaptioned="drop")
+    records = open_folder(pictures, uncaptioned="drop")
     how = {"num": 2, "format": format, "identity": {"path": "pictures"}}
     reshard.reshard(records, tmp_path / "out", **how)
     assert finish(lambda: reshard.reshard(records, bucket, **how), 3)[1] >= 1

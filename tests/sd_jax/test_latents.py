@@ -28,7 +28,7 @@ from sd_jax.task import example
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 from sd_jax.weights.checkpoints import Checkpoint, VAEPart
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.opened import read_vae
 from tests.sd_jax import tiny
 from tests.sd_jax.cases import vae_weights
 

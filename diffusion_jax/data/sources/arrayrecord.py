@@ -62,7 +62,7 @@ def open_files(
     records.check_places(fields, ("json",))
     texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
     rule = {"source": "arrayrecord", "text": text, "images": images,
-            "ranges": list(map(str, fields)), "fields": [field.name for field in fields]}  # fmt: skip
+            "ranges": list(map(str, fields)), "fields": [of.name for of in fields]}  # fmt: skip
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
         number = 0
@@ -154,10 +154,8 @@ def _row(
     if any(text.partition(":")[0].rsplit(".")[-1] in EMBEDDINGS for text, _ in texts):
         text, origins = _in_place(features, place, texts)
     else:
-        pairs = (
-            (read_feature(features, text), weight, f"feature {text}") for text, weight in texts
-        )
-        text, origins = captions.with_origins(pairs)
+        parts = ((read_feature(features, of), weight, f"feature {of}") for of, weight in texts)
+        text, origins = captions.with_origins(parts)
     return Row(name, number, image, text, origins, _numbers(message, features, fields))
 
 

@@ -9,6 +9,7 @@ import pytest
 from diffusion_jax import files
 from diffusion_jax.data import home
 from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.data.table import files_of
 
 
 def write(folder: pathlib.Path, name: str, caption: str) -> None:
@@ -83,11 +84,11 @@ def test_the_parts_of_a_mixture_have_tables_of_their_own(folder):
     workdir = folder.parent / "run"
     workdir.mkdir()
     with home.tables_of(workdir, begun=False) as tables:
-        first = [open_folder(folder).id, open_folder(other).id]
+        first = [open_folder(folder).id(), open_folder(other).id()]
     tables.write()
     write(other, "y", "new")
     with home.tables_of(workdir):
-        assert [open_folder(folder).id, open_folder(other).id] == first
+        assert [open_folder(folder).id(), open_folder(other).id()] == first
 
 
 def test_only_the_last_tables_are_kept_with_their_files(folder):
@@ -96,10 +97,7 @@ def test_only_the_last_tables_are_kept_with_their_files(folder):
         table = open_folder(folder)
     place = files.path(table.home)
     assert len(list(place.glob("card-*.json"))) == 3
-    kept = {name for card in place.glob("card-*.json") for name in _parts(card)}
+    cards = [json.loads(path.read_text()) for path in place.glob("card-*.json")]
+    kept = {name for card in cards for name in files_of(card)}
     assert {path.name for path in place.glob("*.arrow")} == kept
     assert table.read([3])[0].text == "new"
-
-
-def _parts(card: pathlib.Path) -> list[str]:
-    return [of[0] for part in json.loads(card.read_text())["parts"] for of in part.values()]

@@ -14,7 +14,7 @@ from diffusion_jax.data import decoding, sources, tars
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.arrayrecord import open_files
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.examples.digits import rendering as digits
 
@@ -36,7 +36,7 @@ def contents(records):
 
 
 def write(folder, out, format="webdataset", **kw):
-    records = Folder(folder, uncaptioned="drop")
+    records = open_folder(folder, uncaptioned="drop")
     kw = {"identity": {"path": str(folder)}, "num": 4, **kw}
     return reshard.reshard(records, out, format=format, **kw)
 
@@ -46,7 +46,7 @@ def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
     counts = write(folder, tmp_path, format)
     assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
     expected = [
-        pair for pair in contents(Folder(folder, uncaptioned="drop")) if pair[0] != b"GIF89a"
+        pair for pair in contents(open_folder(folder, uncaptioned="drop")) if pair[0] != b"GIF89a"
     ]
     assert contents(READERS[format](tmp_path)) == expected
     suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
@@ -95,7 +95,9 @@ def test_reshard_keeps_embeddings(tmp_path):
     path = digits.write_examples(tmp_path / "a", 3, size=8)
     for i, text in enumerate(sorted(path.glob("*.txt"))):
         np.save(text.with_suffix(".npy"), np.full((2, 4), i, np.float16))
-    reshard.reshard(Folder(path, "npy"), tmp_path / "b", num=9, format="webdataset", identity={})
+    reshard.reshard(
+        open_folder(path, "npy"), tmp_path / "b", num=9, format="webdataset", identity={}
+    )
     texts = WebDataset(tmp_path / "b", "npy").texts([0, 1, 2])
     np.testing.assert_array_equal(texts, np.arange(3)[:, None, None] * np.ones((3, 2, 4)))
 
@@ -126,7 +128,7 @@ def jpegs(tmp_path_factory):
         Image.open(image).save(image.with_suffix(".jpg"))
         image.with_suffix(".json").write_text(json.dumps({"year": 1990 + i}))
         image.unlink()
-    return Folder(path, fields=YEAR)
+    return open_folder(path, fields=YEAR)
 
 
 def flipped(jpegs, out, **options):
