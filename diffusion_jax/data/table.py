@@ -456,7 +456,7 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
 
 
 class _Shared(contextlib.ExitStack):
-    """What all parts of a table share: numbers of containers and origins, and a file of pictures."""
+    """What the parts of a table share: numbers of containers and origins, and stored pictures."""
 
     def __init__(self, root: str, home: Any):
         super().__init__()
@@ -472,10 +472,10 @@ class _Shared(contextlib.ExitStack):
         return path.removeprefix(root) if self.root else path
 
     def file(self, path: str, kind: str) -> int:
-        key = self.short(path), kind
+        key = path, kind
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
-            self.files.append(key)
+            self.files.append((self.short(path), kind))
         return self._numbers[key]
 
     def origin(self, text: str) -> int:

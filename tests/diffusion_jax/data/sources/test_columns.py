@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_its_rows_when_tables_come_that_are_compressed(tmp_pa
     tables.write()
     write_arrow(data / "2.arrow", IMAGES, TEXTS)
     with home.tables_of(tmp_path):
-        assert open_saved(data).id == first.id
+        assert open_saved(data).id() == first.id()
     assert len(open_saved(data)) == 27
 
 
