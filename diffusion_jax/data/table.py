@@ -119,9 +119,9 @@ class Table(Records):
             for part in self.card["parts"]
         ]
         self._left = _open(home, self.card["left"])
-        for name in files_of(self.card) if self.home else ():
-            if name.endswith(".pictures") and not (self.home / name).exists():
-                raise FileNotFoundError(f"there is no {self.home}/{name}: import the data again")
+        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
+            if path.suffix == ".pictures" and not path.exists():
+                raise FileNotFoundError(f"there is no {path}: import the data again")
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])

@@ -133,7 +133,7 @@ class Columns(NamedTuple):
             ValueError: the table has no rows, no image column or no column of a number, or it has
                 no column of texts and `uncaptioned` is not "empty".
         """
-        number = 0
+        number, image, names = 0, "", []
         for batch, path in batches:
             if not batch.num_rows:
                 continue
@@ -209,8 +209,8 @@ def _contents(cells: Any, path: str) -> Iterator[Place | bytes | None]:
     if not narrow and not pyarrow.types.is_large_binary(cells.type):
         yield from (None if (of := cell.as_py()) is None else bytes(of) for cell in cells)
         return
-    _, offsets, data = cells.buffers()
-    mapped = data  # Buffers of a mapped file are slices of one buffer: the whole file.
+    offsets, data = cells.buffers()[1:]
+    mapped: Any = data  # Buffers of a mapped file are slices of one buffer: the whole file.
     while mapped is not None and mapped.parent is not None:
         mapped = mapped.parent
     if not path or mapped is data or mapped.size != os.path.getsize(path):  # It was unpacked.
