@@ -215,6 +215,7 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+    files = [file for file in files if not storage.is_hidden(str(file.relative_to(root)))]
     files = [file for file in files if not file.name.startswith("cache-")]  # Results of `map`.
     if saved and not files:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")

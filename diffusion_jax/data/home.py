@@ -195,7 +195,8 @@ def _prune(folder: pathlib.Path) -> None:
         with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
             kept |= table.files_of(json.loads(card.read_bytes()))
     for path in folder.iterdir():
-        unfinished = path.match(".*.arrow.*.tmp")  # Left by an import that was killed.
+        # Left by an import that was killed.
+        unfinished = path.match(".*.arrow.*.tmp") or path.match(".pictures.*.tmp")
         if unfinished or (table.FILE.fullmatch(path.name) and path.name not in kept):
             path.unlink(missing_ok=True)
 

@@ -94,16 +94,15 @@ def read_file(path: str | os.PathLike[str]) -> bytes | Unusable:
 
 def _read_records(places: Sequence[Place]) -> dict[Place, bytes | Unusable]:
     records, frames = ([p for p in places if p.kind.startswith(k)] for k in (RECORD, FRAME))
-    found = dict[Place, bytes | Unusable]()
-    if records:
-        from diffusion_jax.data.sources import arrayrecord  # Slow to import.
+    if not records and not frames:
+        return {}
+    from diffusion_jax.data import tf_examples  # Slow to import.
 
-        found |= arrayrecord.read_values(records)
-    if frames:
-        from diffusion_jax.data.sources import tfds
-
-        found |= tfds.read_values(frames)
-    return found
+    read, of = tf_examples.read_records((p.file, p.at) for p in records), tf_examples.value_of
+    feature = lambda place: place.kind.partition(":")[2]
+    found = {p: of(read[p.file, p.at], feature(p), p.size) for p in records}
+    read = tf_examples.read_frames([place[:3] for place in frames])
+    return found | {p: of(e, feature(p)) for p, e in zip(frames, read, strict=True)}
 
 
 def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:

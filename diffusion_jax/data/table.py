@@ -15,7 +15,7 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
     HASH.names.arrow    name, image, mask and note large_binary, origin list<int32>
 
 Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows,
-and HASH.pictures the pictures that lie in no file that can be read again.
+and HASH.pictures the pictures that lie in no file from which they can be read one by one.
 
 Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
 copy. It is named by its contents: equal parts of several tables are stored once, and an import that
@@ -51,12 +51,11 @@ from diffusion_jax.data.records import Record, Records
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
-KEPT = "kept"
-"""The kind of the file HASH.pictures in the card."""
 FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|names|left)\.arrow|pictures)")
 """The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
+_KEPT = "kept"  # The kind of the file HASH.pictures in the card.
 
 
 class InPlace(NamedTuple):
@@ -120,13 +119,13 @@ class Table(Records):
             for part in self.card["parts"]
         ]
         self._left = _open(home, self.card["left"])
+        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
+            if path.suffix == ".pictures" and not path.exists():
+                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None  # The rows of a view.
-        for name in pictures_of(self.card):
-            if self.home is None or not (self.home / name).exists():
-                raise ValueError(f"{self.home}/{name} is missing: import the data again")
         self._bare: Any = Unusable("no_caption", "it has no text")
 
     def view(self, rows: Int[np.ndarray, "N"], bare: str | None = None) -> "Table":
@@ -216,15 +215,15 @@ class Table(Records):
 
     def files(self) -> list[str]:
         """Return the files that are read again in training; the captions are in the table."""
-        containers = [self.container(number)[0] for number in range(len(self.card["files"]))]
+        containers = (self.container(number)[0] for number in range(len(self.card["files"])))
         found = (self.path(name) for part in self._parts for name in part.files())
         return [*dict.fromkeys(containers), *found]
 
     def container(self, number: int) -> tuple[str, str]:
         """Return the path or URL of a file in the card, and the kind of the places in it."""
         name, kind = self.card["files"][number]
-        if kind == KEPT:
-            return os.fspath(self.home / name), reading.BYTES  # pyright: ignore
+        if kind == _KEPT and self.home:
+            return os.fspath(self.home / name), reading.BYTES
         return self.path(name), kind
 
     def path(self, name: str) -> str:
@@ -448,16 +447,11 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
 
     Raises ValueError if one is not the name of such a file.
     """
-    parts = (name for part in card["parts"] for name, *_ in part.values())
-    names = {*parts, card["left"][0], *pictures_of(card)}
+    names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    names |= {name for name, kind in card["files"] if kind == _KEPT}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
         raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
     return names
-
-
-def pictures_of(card: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files that hold pictures of the table with this card."""
-    return [name for name, kind in card["files"] if kind == KEPT]
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
@@ -468,35 +462,15 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
 
 
 class _Shared(contextlib.ExitStack):
-    """What all parts of a table share: numbers of containers and origins, a file of pictures."""
+    """What the parts of a table share: numbers of containers and origins, and stored pictures."""
 
     def __init__(self, root: str, home: Any):
         super().__init__()
+        self._home, self._pictures, self._digest = home, None, hashlib.blake2b(digest_size=12)
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
         self.unreadable = False
         """Whether a text or number could not be read."""
         self._numbers = dict[tuple[str, str], int]()
-        self._home, self._pictures, self._digest = home, None, hashlib.blake2b(digest_size=12)
-
-    def keep(self, content: bytes) -> Place:
-        """Store a picture with the table. At the end, the file is named by its contents."""
-        if self._pictures is None:
-            if not isinstance(self._home, pathlib.Path):
-                raise ValueError(
-                    f"the pictures of {self.root} are compressed, and no local folder can be "
-                    "written to store them: set XDG_CACHE_HOME to one"
-                )
-            temporary = self.enter_context(files.whole(self._home / "pictures", self._rename))
-            self._pictures = self.enter_context(temporary.open("wb"))
-        place = Place("", self._pictures.tell(), len(content), KEPT)
-        self._pictures.write(content)
-        self._digest.update(content)
-        return place
-
-    def _rename(self, temporary: pathlib.Path, _: pathlib.Path) -> None:
-        name = f"{self._digest.hexdigest()}.pictures"
-        self.files[self.files.index(("", KEPT))] = name, KEPT
-        temporary.replace(temporary.with_name(name))
 
     def short(self, path: str) -> str:
         """Return a path as the table stores it: relative to the root if it is below it."""
@@ -504,14 +478,34 @@ class _Shared(contextlib.ExitStack):
         return path.removeprefix(root) if self.root else path
 
     def file(self, path: str, kind: str) -> int:
-        key = self.short(path), kind
+        key = path, kind
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
-            self.files.append(key)
+            self.files.append((self.short(path), kind))
         return self._numbers[key]
 
     def origin(self, text: str) -> int:
         return self.origins.setdefault(text, len(self.origins))
+
+    def keep(self, content: bytes) -> Place:
+        """Store a picture with the table. At the end, the file is named by its contents."""
+        if self._pictures is None:
+            if not isinstance(self._home, pathlib.Path):
+                raise ValueError(
+                    f"the pictures of {self.root} are compressed, and there is no local folder to "
+                    "store them: set XDG_CACHE_HOME to a folder that can be written"
+                )
+            temporary = self.enter_context(files.whole(self._home / "pictures", self._rename))
+            self._pictures = self.enter_context(temporary.open("wb"))
+        place = Place("", self._pictures.tell(), len(content), _KEPT)
+        self._pictures.write(content)
+        self._digest.update(content)
+        return place
+
+    def _rename(self, temporary: pathlib.Path, _: pathlib.Path) -> None:
+        name = f"{self._digest.hexdigest()}.pictures"
+        self.files[self.files.index(("", _KEPT))] = name, _KEPT
+        temporary.replace(temporary.with_name(name))
 
 
 class _Writer:

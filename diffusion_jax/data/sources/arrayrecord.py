@@ -7,23 +7,19 @@ are features of their own (float or int64), or fields of a feature "json" that h
 optional feature "__key__" holds the record's name.
 """
 
-import collections
 import contextlib
-import functools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
-from google.protobuf.message import DecodeError
-from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax import files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
-from diffusion_jax.data import captions, home, reading, records, storage, tars
+from diffusion_jax.data import captions, home, reading, records, storage, tars, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
@@ -32,7 +28,6 @@ from diffusion_jax.data.table import InPlace, Row, Table
 from diffusion_jax.files import untrusted
 
 SUFFIX = ".array_record"
-_Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
 _CHUNK = 64  # Number of records that an import reads at a time.
 
 
@@ -61,15 +56,13 @@ def open_files(
     """
     records.check_places(fields, ("json",))
     texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
-    rule = {
-        "source": "arrayrecord", "text": text, "images": images,
-        "ranges": list(map(str, fields)), "fields": [field.name for field in fields],
-    }  # fmt: skip
+    rule = {"source": "arrayrecord", "text": text, "images": images,
+            "ranges": list(map(str, fields)), "fields": [of.name for of in fields]}  # fmt: skip
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
         number = 0
         for name in paths:
-            for index, message in enumerate(_every(_open(name))):
+            for index, message in enumerate(_every(tf_examples.open_file(name))):
                 if not number:
                     _check_first(message, name, texts, images)
                 yield _row(Place(name, index), number, message, texts, images, fields)
@@ -82,50 +75,12 @@ def open_files(
     return home.open_table(home.Source(root, paths, rule, rows, LeftOut(), {}))
 
 
-def read_values(places: Sequence[Place]) -> dict[Place, bytes | Unusable]:
-    """Return the values at places in ArrayRecord files. The records of a file are read together.
-
-    Raises:
-        OSError: a file was removed.
-    """
-    by_file, found = collections.defaultdict[str, list](list), dict[Place, bytes | Unusable]()
-    for place in places:
-        by_file[place.file].append(place)
-    for file, inside in by_file.items():
-        indices = list(dict.fromkeys(place.at for place in inside))
-        reader = _reader(file, storage.stamp(file))
-        features = dict(zip(indices, map(_decoded, _messages(reader, indices)), strict=True))
-        found |= {place: _value(features[place.at], place) for place in inside}
-    return found
-
-
-def value_of(message: bytes | None, place: Place) -> bytes | Unusable:
-    """Return the value at a place in a serialized Example; None stands for a damaged one."""
-    return _value(_decoded(message), place)
-
-
-def _decoded(message: bytes | None) -> Mapping[str, Sequence[bytes]]:
-    """Return the features of an Example that hold bytes; {} if it is damaged."""
-    try:
-        return decode(message or b"")
-    except ValueError:
-        return {}
-
-
-def _value(features: Mapping[str, Sequence[bytes]], place: Place) -> bytes | Unusable:
-    if not features:
-        return Unusable("broken_record", "not a tf.train.Example")
-    values = features.get(place.kind.partition(":")[2], [b""])
-    if place.size < 0 and len(values) > 1:
-        return Unusable("broken_record", f"it holds {len(values)} images instead of one")
-    return values[max(place.size, 0)]
-
-
 def _check_first(
     message: bytes | None, name: str, texts: Sequence[tuple[str, float]], images: Sequence[str]
 ) -> None:
     """Check the features of the first record. One that cannot be read is reported later."""
-    features, kinds = decode(message or b""), [text.partition(":")[0] for text, _ in texts]
+    kinds = [text.partition(":")[0] for text, _ in texts]
+    features = tf_examples.decode(message or b"")
     for expected, of, advice in (
         (images, "image or a suffix such as jpg", ". Rename the image feature accordingly"),
         (kinds, " or ".join(kinds), ". Set data.text to the caption feature"),
@@ -146,20 +101,18 @@ def _row(
     fields: Sequence[Field],
 ) -> Row:
     """Return the row of the Example `message`, a record at `place`."""
-    features = _decoded(message)
+    features = tf_examples.features_of(message)
     key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
     name = f"{place.at} ({key})" if key else str(place.at)
     kind = next((kind for kind in images if kind in features), images[0])
     image = place._replace(kind=f"{reading.RECORD}{kind}")
-    if isinstance(value := _value(features, image), Unusable):
+    if isinstance(value := tf_examples.value_of(features, kind), Unusable):
         return Row(name, number, image, value)
     if any(text.partition(":")[0].rsplit(".")[-1] in EMBEDDINGS for text, _ in texts):
         text, origins = _in_place(features, place, texts)
     else:
-        pairs = (
-            (read_feature(features, text), weight, f"feature {text}") for text, weight in texts
-        )
-        text, origins = captions.with_origins(pairs)
+        parts = ((read_feature(features, of), weight, f"feature {of}") for of, weight in texts)
+        text, origins = captions.with_origins(parts)
     return Row(name, number, image, text, origins, _numbers(message, features, fields))
 
 
@@ -185,7 +138,7 @@ def _numbers(
         return {}
     numbers = records.read_numbers(features.get("json", [b"{}"])[0], fields)
     for kind in ("float_list", "int64_list"):
-        alone = decode(message, kind)
+        alone = tf_examples.decode(message, kind)
         values = {f.name: alone[f.name] for f in fields if f.name in alone}
         numbers |= {n: value[0] if len(value) == 1 else value for n, value in values.items()}
     return {field.name: records.number_of(field, numbers.get(field.name)) for field in fields}
@@ -218,30 +171,6 @@ def _kind(text: str) -> str:
     return text if field or name.rsplit(".")[-1] in EMBEDDINGS else "txt"
 
 
-def encode(features: Mapping[str, bytes]) -> bytes:
-    """Serialize features as a tf.train.Example with one byte string per feature."""
-    message = _Example()
-    for name, value in features.items():
-        message.features.feature[name].bytes_list.value.append(value)
-    return message.SerializeToString(deterministic=True)
-
-
-def decode(message: bytes, kind: str = "bytes_list") -> dict[str, Sequence[Any]]:
-    """Return the values of the features of one kind in a serialized tf.train.Example, by name.
-
-    The kinds are "bytes_list", "float_list" and "int64_list".
-
-    Raises:
-        ValueError: the bytes are not an Example.
-    """
-    try:
-        features = _Example.FromString(message).features.feature
-    except DecodeError as error:
-        raise ValueError(f"not a tf.train.Example: {error}") from error
-    lists = {name: list(getattr(features[name], kind).value) for name in sorted(features)}
-    return {name: values for name, values in lists.items() if values}
-
-
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
     """Write records to an ArrayRecord file atomically. The file's folder must exist.
 
@@ -255,7 +184,7 @@ def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]])
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
         with contextlib.closing(writer):
             for features in examples:
-                writer.write(encode(features))
+                writer.write(tf_examples.encode(features))
 
 
 def _find(path: str) -> list[str]:
@@ -275,33 +204,7 @@ def _find(path: str) -> list[str]:
     return paths
 
 
-def _open(path: str) -> array_record_module.ArrayRecordReader:
-    storage.refuse_pointer(path)
-    reader = array_record_module.ArrayRecordReader(path)
-    if not reader.ok():
-        raise ValueError(f"{path} is not a complete ArrayRecord file: write it again")
-    return reader
-
-
-@functools.cache
-def _reader(path: str, _: tuple[int, int]) -> array_record_module.ArrayRecordReader:
-    """Open a file for reading at random. It is opened again if its stamp changes."""
-    return _open(path)
-
-
 def _every(reader: array_record_module.ArrayRecordReader) -> Iterator[bytes | None]:
     total = reader.num_records()
     for first in range(0, total, _CHUNK):
-        yield from _messages(reader, list(range(first, min(first + _CHUNK, total))))
-
-
-def _messages(
-    reader: array_record_module.ArrayRecordReader, indices: list[int]
-) -> Sequence[bytes | None]:
-    """Return the serialized Examples at these indices of a file; None for a damaged Example."""
-    try:
-        return reader.read(indices)
-    except (RuntimeError, ValueError):  # At least one is damaged.
-        if len(indices) == 1:
-            return [None]
-        return [message for index in indices for message in _messages(reader, [index])]
+        yield from tf_examples.messages(reader, list(range(first, min(first + _CHUNK, total))))

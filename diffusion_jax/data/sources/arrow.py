@@ -133,7 +133,7 @@ class Columns(NamedTuple):
             ValueError: the table has no rows, no image column or no column of a number, or it has
                 no column of texts and `uncaptioned` is not "empty".
         """
-        number = 0
+        number, image, names = 0, "", []
         for batch, path in batches:
             if not batch.num_rows:
                 continue
@@ -193,12 +193,10 @@ def _pictures(column: Any, path: str, root: str) -> Iterator[Place | bytes]:
     cells = dict(zip(names, column.flatten(), strict=True))
     for row, content in enumerate(_contents(cells["bytes"], path)):
         name = cells["path"][row].as_py() if content is None and "path" in cells else None
-        if (
-            name
-        ):  # The path is relative to `root` or else, as for `datasets`, to the current folder.
-            inside = os.path.join(root, name)
-            is_other = "://" in name or os.path.exists(inside)
-            yield Place((name if "://" in name else inside) if is_other else os.path.abspath(name))
+        if name:  # Relative to `root` or else, as for `datasets`, to the current folder.
+            inside = name if storage.is_url(name) else os.path.join(root, name)
+            is_inside = inside == name or os.path.exists(inside)
+            yield Place(inside if is_inside else os.path.abspath(name))
         else:
             yield content or (Place(path, 0, 0, reading.BYTES) if path else b"")
 
@@ -211,23 +209,25 @@ def _contents(cells: Any, path: str) -> Iterator[Place | bytes | None]:
     if not narrow and not pyarrow.types.is_large_binary(cells.type):
         yield from (None if (of := cell.as_py()) is None else bytes(of) for cell in cells)
         return
-    _, offsets, data = cells.buffers()
-    mapped = data  # Buffers of a mapped file are slices of one buffer: the whole file.
+    offsets, data = cells.buffers()[1:]
+    mapped: Any = data  # Buffers of a mapped file are slices of one buffer: the whole file.
     while mapped is not None and mapped.parent is not None:
         mapped = mapped.parent
     if not path or mapped is data or mapped.size != os.path.getsize(path):  # It was unpacked.
         yield from (cell.as_py() for cell in cells)
         return
-    ends = np.frombuffer(offsets, np.int32 if narrow else np.int64).astype(np.int64)
-    ends = ends[cells.offset : cells.offset + len(cells) + 1] + (data.address - mapped.address)
-    for cell, (first, last) in zip(
-        cells.is_valid(), itertools.pairwise(ends.tolist()), strict=True
-    ):
-        yield Place(path, first, last - first, reading.BYTES) if cell.as_py() else None
+    ends = np.frombuffer(offsets, np.int32 if narrow else np.int64)[cells.offset :]
+    ends = ends[: len(cells) + 1].astype(np.int64) + (data.address - mapped.address)
+    spans = itertools.pairwise(ends.tolist())
+    for is_valid, (first, last) in zip(cells.is_valid(), spans, strict=True):
+        yield Place(path, first, last - first, reading.BYTES) if is_valid.as_py() else None
 
 
 def _saved(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> Iterator[tuple[Any, str]]:
-    """Yield the batches of .arrow files. Raises ValueError if one is damaged or unlike others."""
+    """Yield the batches of .arrow files.
+
+    Raises ValueError if a file is damaged, or has other columns than the first one.
+    """
     import pyarrow  # Slow to import, and needed by few data sets.
 
     try:

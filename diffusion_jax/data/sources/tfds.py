@@ -15,20 +15,19 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, home, reading, records, storage
+from diffusion_jax.data import captions, home, reading, records, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.reading import Place
 from diffusion_jax.data.table import Row, Table
 
-_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
 _CHUNK = 64  # Number of examples that an import reads at a time.
 
 
@@ -94,19 +93,6 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
     table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
     table.prefix = f"{path}, "
     return table
-
-
-def read_values(places: Sequence[Place]) -> dict[Place, bytes | Unusable]:
-    """Return the values at places in TFRecord files. Raises OSError if a file was removed."""
-    from diffusion_jax.data.sources import arrayrecord
-
-    spans = [(of.file, of.at, of.at + of.size + _CHECKSUM.size) for of in places]
-    found = dict[Place, bytes | Unusable]()
-    for place, frame in zip(places, storage.read_ranges(*zip(*spans, strict=True)), strict=True):
-        example, whole = _checked(frame), place._replace(size=-1)
-        damaged = isinstance(example, Unusable)
-        found[place] = example if damaged else arrayrecord.value_of(example, whole)
-    return found
 
 
 def _about(
@@ -193,24 +179,10 @@ def _in_tf_records(
             frames = _frames(mapped, part.filename)[part.skip :][: part.take]
             for first, last in frames.tolist():
                 place = Place(os.fspath(part.filename), first, last - first, reading.FRAME + image)
-                example = _checked(mapped[first : last + _CHECKSUM.size])
+                example = tf_examples.checked(mapped[first : last + tf_examples.CHECKSUM.size])
                 if not isinstance(example, Unusable):
                     example = info.features.deserialize_example_np(example, decoders=decoders)
                 yield place, example
-
-
-def _checked(frame: bytes) -> bytes | Unusable:
-    """Return the contents before a checksum, or Unusable if they differ from it."""
-    contents, checksum = frame[: -_CHECKSUM.size], frame[-_CHECKSUM.size :]
-    if checksum != _CHECKSUM.pack(_checksum(contents)):
-        return Unusable("wrong_checksum", "the TFRecord file has changed since it was written")
-    return contents
-
-
-def _checksum(contents: bytes) -> int:
-    """Return the checksum of `contents` in a TFRecord file: CRC-32C, rotated, plus a constant."""
-    crc = google_crc32c.value(contents)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:

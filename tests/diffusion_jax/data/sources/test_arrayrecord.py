@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config import picture_fields
-from diffusion_jax.data import records
+from diffusion_jax.data import records, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.arrayrecord import open_files
@@ -53,7 +53,7 @@ def test_a_damaged_record_does_not_affect_others(tmp_path):
     good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
     path = write(tmp_path / "a.array_record", *good)
     contents = bytearray(path.read_bytes())
-    at = contents.index(arrayrecord.encode(good[0])[:8])
+    at = contents.index(tf_examples.encode(good[0])[:8])
     contents[at + 4] ^= 255
     path.write_bytes(contents)
     texts = [record.text for record in open_files(path).read([0, 1, 2])]
@@ -87,7 +87,7 @@ def test_a_record_that_is_damaged_after_the_import_is_unusable(tmp_path):
     path = write(tmp_path / "a.array_record", *good)
     stamp, contents, table = path.stat(), bytearray(path.read_bytes()), open_files(path)
     assert [record.image for record in table.read([0, 1])] == [b"a" * 99, b"b" * 99]
-    contents[contents.index(arrayrecord.encode(good[0])[:8]) + 4] ^= 255
+    contents[contents.index(tf_examples.encode(good[0])[:8]) + 4] ^= 255
     path.write_bytes(contents)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     first, second = table.read([0, 1])
@@ -142,12 +142,12 @@ def example():
 
 def test_protobuf_can_decode_encoded_features(example):
     features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
-    message = example.FromString(arrayrecord.encode(features))
+    message = example.FromString(tf_examples.encode(features))
     read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
     assert {name: list(values) for name, values in read.items()} == {
         name: [value] for name, value in features.items()
     }
-    assert arrayrecord.decode(arrayrecord.encode(features)) == {k: [v] for k, v in features.items()}
+    assert tf_examples.decode(tf_examples.encode(features)) == {k: [v] for k, v in features.items()}
 
 
 def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
@@ -158,7 +158,7 @@ def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
     feature["width"].int64_list.value.extend([-1, 2**40])
     feature["score"].float_list.value.append(0.5)
     feature["none"].bytes_list.SetInParent()
-    assert arrayrecord.decode(message.SerializeToString()) == {
+    assert tf_examples.decode(message.SerializeToString()) == {
         "image": [b"\xff\xd8" + bytes(300)],
         "captions": [b"one", b"two"],
     }
@@ -184,4 +184,4 @@ def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
 def test_decoding_damaged_bytes_is_an_error(damaged):
     with pytest.raises(ValueError, match=r"not a tf.train.Example"):
-        arrayrecord.decode(damaged)
+        tf_examples.decode(damaged)

@@ -11,12 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.config import picture_fields
-from diffusion_jax.data import home
+from diffusion_jax.data import home, tf_examples
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.sources import arrayrecord, arrow
-from diffusion_jax.data.sources import tfds as tfds_source
 from diffusion_jax.data.sources.arrow import Columns, open_saved
 from diffusion_jax.data.sources.tfds import open_split
 
@@ -83,6 +82,7 @@ def test_pictures_in_compressed_files_are_stored_beside_the_table(tmp_path):
     images = [*IMAGES, None, {"bytes": None, "path": "outside.png"}]
     (tmp_path / "outside.png").write_bytes(b"outside")
     write_arrow(tmp_path / "a.arrow", images, ["a"] * 11, rows=4, compression="zstd")
+    kept = tmp_path
     for _ in range(2):
         table = open_saved(tmp_path)
         read = [record.image for record in table.read(range(11))]
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_its_rows_when_tables_come_that_are_compressed(tmp_pa
     tables.write()
     write_arrow(data / "2.arrow", IMAGES, TEXTS)
     with home.tables_of(tmp_path):
-        assert open_saved(data).id == first.id
+        assert open_saved(data).id() == first.id()
     assert len(open_saved(data)) == 27
 
 
@@ -199,7 +199,7 @@ def test_tfds_array_records_and_splits_are_read_without_tensorflow(prepared):
 
 def test_all_captions_of_a_tfds_example_are_read_with_weights(prepared, tmp_path):
     shutil.copytree(prepared, folder := tmp_path / "1.0.0")
-    example = arrayrecord._Example()
+    example = tf_examples.Example()
     feature = example.features.feature
     for name, values in (
         ("image", [b"image"]), ("caption", [b"one"]), ("captions/text", [b"two", b" three"])
@@ -252,9 +252,9 @@ def tf_records(prepared, tmp_path_factory):
     for shard, numbers in enumerate((range(2), range(2, 5))):
         rows = [{"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i,
                  "captions/text": b"c%d" % i} for i in numbers]  # fmt: skip
-        frames = [arrayrecord.encode(row) for row in rows]
+        frames = [tf_examples.encode(row) for row in rows]
         contents = [
-            struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tfds_source._checksum(f))
+            struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tf_examples.checksum(f))
             for f in frames
         ]
         (folder / f"tiny-train.tfrecord-0000{shard}-of-00002").write_bytes(b"".join(contents))
@@ -275,7 +275,7 @@ def test_tf_records_are_read_at_random_positions_without_tensorflow(tf_records):
 def test_checksums_of_tf_records_equal_those_that_tensorflow_writes():
     written = {b"a fox": b"\xee\xc5\x94\x9a", b"": b"\xd8\xea\x82\xa2"}  # By TFRecordWriter.
     for contents, checksum in written.items():
-        assert struct.pack("<I", tfds_source._checksum(contents)) == checksum
+        assert struct.pack("<I", tf_examples.checksum(contents)) == checksum
 
 
 def test_a_changed_byte_in_a_tf_record_makes_only_this_record_unusable(tf_records, tmp_path):
@@ -366,7 +366,7 @@ def test_the_number_of_a_tfds_example_is_one_of_its_features(prepared, tmp_path)
     (folder / "features.json").write_text(json.dumps(top))
     messages = []
     for n in range(3):
-        example = arrayrecord._Example()
+        example = tf_examples.Example()
         for kind, text in (("image", b"image"), ("caption", b"a"), ("captions/text", b"a")):
             example.features.feature[kind].bytes_list.value.append(text)
         example.features.feature["score"].float_list.value.append(n / 2)

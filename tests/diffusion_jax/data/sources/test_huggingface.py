@@ -9,6 +9,8 @@ from PIL import Image
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import prompts, sources
+from diffusion_jax.data.pictures import TaskShapes
+from diffusion_jax.data.sources import arrow
 
 NUM = 7
 
@@ -87,13 +89,16 @@ def test_every_layout_is_read_with_pictures_and_captions(written, source, path, 
 
 
 def test_pictures_of_parquet_are_read_at_their_places_in_the_cache_of_datasets(written, cache):
-    table = sources.open_records(Data("huggingface", f"{written}/clone@train[2:4]", "text"))
+    opened = lambda split: arrow.open_any(
+        Data("huggingface", f"{written}/clone@{split}", "text"), TaskShapes(8)
+    )
+    table = opened("train[2:4]")
     for place, record in zip(table.places([0, 1]), table.read([0, 1]), strict=True):
         contents = (cache / place.file).read_bytes()
         assert contents[place.at : place.at + place.size] == record.image
         assert place.file.startswith(f"{cache}/") and place.kind == "bytes"
     assert table.names([1]) == [f"{written}/clone@train[2:4], row 1"]
-    both = sources.open_records(Data("huggingface", f"{written}/clone@train[:1]+test", "text"))
+    both = opened("train[:1]+test")
     assert both.texts(range(3)) == ["number 0", "number 50", "number 51"]
     assert len({place.file for place in both.places(range(3))}) == 2
 
