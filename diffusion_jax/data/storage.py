@@ -22,6 +22,8 @@ from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote, untrusted
 
+OWN = ".diffusion_jax"
+"""The folder of the tables of a data set, beside its files. It is not one of them."""
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
@@ -83,6 +85,8 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
             continue
         seen.add(place)
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name == OWN:
+                continue
             kind = "hidden" if is_hidden(entry.name) else _kind(entry)
             if kind == "folder":
                 (linked if by_link or entry.is_symlink() else folders).append(entry.path)
@@ -115,9 +119,17 @@ def refuse_pointer(path: str | os.PathLike[str]) -> None:
 
     A missing file is accepted.
     """
-    with contextlib.suppress(FileNotFoundError), files.path(path).open("rb") as file:
-        if file.read(len(untrusted.POINTER)) == untrusted.POINTER:
-            raise ValueError(f"{os.fspath(path)} is {untrusted.IS_POINTER}")
+    if is_pointer(path):
+        raise ValueError(f"{os.fspath(path)} is {untrusted.IS_POINTER}")
+
+
+def is_pointer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is a pointer of Git LFS. A missing or unreadable file is none."""
+    try:
+        with files.path(path).open("rb") as file:
+            return file.read(len(untrusted.POINTER)) == untrusted.POINTER
+    except (FileNotFoundError, PermissionError):
+        return False
 
 
 def warn_of_missing_shards(names: Sequence[str]) -> None:

@@ -97,7 +97,7 @@ class Table(Records):
             FileNotFoundError: there is no table in the folder.
             ValueError: a file is missing or has changed, or a newer version wrote the table.
         """
-        contents = home if isinstance(home, Mapping) else None
+        self._contents = contents = home if isinstance(home, Mapping) else None
         self.home = None if contents else files.path(home)  # pyright: ignore
         self.card = json.loads(contents[CARD] if contents else _card(self.home))
         open_file = functools.partial(_open, self.home, contents)
@@ -106,13 +106,28 @@ class Table(Records):
         self._rows: np.ndarray | None = None
         self._bare: Any = Unusable("no_caption", "it has no text")
 
-    def view(self, rows: Int[np.ndarray, "N"], bare: str | None = None) -> "Table":
-        """Return a view of these sorted rows. A row without texts has the caption `bare`."""
+    def view(self, rows: Int[np.ndarray, "N"] | None, bare: str | None = None) -> "Table":
+        """Return a view of these sorted rows; None: of all. Rows without texts have `bare`."""
         view = Table.__new__(Table)
         vars(view).update(vars(self), _rows=rows)
         if bare is not None:
             view._bare = bare
         return view
+
+    def whole(self) -> "Table":
+        """Return the view of all rows."""
+        return self.view(None)
+
+    def copy(self, home: str | os.PathLike[str]) -> None:
+        """Write the whole table into another folder. It names the data set by its absolute path."""
+        folder, root = files.path(home), self.card["root"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in self.card["parts"]:
+            for name, *_ in part.values():
+                content = (self._contents or {}).get(name) or (self.home / name).read_bytes()
+                files.write_whole(folder / name, content)
+        card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
+        files.write_whole(folder / CARD, json.dumps(card, indent=1))
 
     @property
     def id(self) -> str:
@@ -161,6 +176,22 @@ class Table(Records):
         codes = (self._parts[part].origins(row) for part, row in self._inside(indices))
         return [tuple(self.card["origins"][code] for code in of_row) for of_row in codes]
 
+    def row(self, index: int) -> Row:
+        """Return all that is known of a row."""
+        [(part, row)] = self._inside([index])
+        return self._parts[part].row(row, self)._replace(origins=self.origins([index])[0])
+
+    def distinct(self, column: str) -> Iterator[tuple[Any, int, int]]:
+        """Yield (value, number, first row) of each distinct value in each part of the whole table.
+
+        `column` is "text" or "origin". A text that is in several parts is yielded several times.
+        """
+        for part, start in zip(self._parts, self._firsts, strict=False):
+            for number, count, row in part.distinct(column):
+                text = column == "text"
+                value = part.distinct_text(number, self) if text else self.card["origins"][number]
+                yield value, count, int(start) + row
+
     def bare(self) -> Int[np.ndarray, "N"]:
         """Return the rows without any text, of the whole table."""
         parts = zip(self._parts, self._firsts, strict=False)
@@ -177,17 +208,15 @@ class Table(Records):
         return np.concatenate(found or [np.zeros(0, bool)])
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of each file that is no row."""
-        return itertools.chain.from_iterable(part.left() for part in self._parts)
+        """Yield (name, reason) of each file that is no row, and of each picture without a text."""
+        yield from itertools.chain.from_iterable(part.left() for part in self._parts)
+        yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
 
     def inventory(self) -> Inventory:
         inventory = Inventory(self.card["inventory"])
-        if self._rows is not None and (left := int(self._firsts[-1]) - len(self._rows)):
-            inventory.counts[PICTURES] -= left
-            rows = self.bare()
-            rows = rows[~np.isin(rows, self._rows)]
-            whole = self.view(np.arange(self._firsts[-1]))
-            inventory.add("no_caption", whole.names(rows[:3].tolist()), len(rows))
+        inventory.counts[PICTURES] -= int(self._firsts[-1]) - len(self)
+        dropped = self._dropped()
+        inventory.add("no_caption", self.whole().names(dropped[:3]), len(dropped))
         return inventory
 
     def files(self) -> list[str]:
@@ -207,7 +236,11 @@ class Table(Records):
             part = bisect.bisect_right(firsts, row) - 1
             yield part, row - firsts[part]
 
-    def _record(self, row: "_Found", contents: Sequence[bytes | Unusable]) -> Record:
+    def _dropped(self) -> list[int]:
+        """Return the rows of the whole table without any text that the view does not have."""
+        return [] if self._rows is None else np.setdiff1d(self.bare(), self._rows).tolist()
+
+    def _record(self, row: Row, contents: Sequence[bytes | Unusable]) -> Record:
         image, *rest = contents
         mask = rest.pop(0) if row.mask else None
         text = _joined(row.text, rest)
@@ -224,16 +257,6 @@ class Table(Records):
             at = parts == part
             values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
         return values
-
-
-class _Found(NamedTuple):
-    """A row of a table, with paths instead of the numbers of files."""
-
-    image: Place
-    text: Any
-    name: str
-    numbers: Mapping[str, Any]
-    mask: Place | None
 
 
 class _Part:
@@ -264,6 +287,13 @@ class _Part:
         for number in np.flatnonzero(alone).tolist():
             yield os.fsdecode(self._texts["text"][number].partition(b"\n")[2])
 
+    def distinct(self, column: str) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, count, first row) of each distinct number in a column of lists."""
+        lists = self.rows["text"] if column == "text" else self._names["origin"]
+        numbers, first, counts = np.unique(lists.data, return_index=True, return_counts=True)
+        rows = np.searchsorted(lists.firsts, first, side="right") - 1
+        yield from zip(numbers.tolist(), counts.tolist(), rows.tolist(), strict=True)
+
     def bare(self) -> np.ndarray:
         first, last = self.rows["text"].firsts[:-1], self.rows["text"].firsts[1:]
         return np.flatnonzero(first == last)
@@ -277,11 +307,11 @@ class _Part:
     def lacks_mask(self) -> np.ndarray:
         return np.diff(self._names["mask"].firsts) == 0
 
-    def row(self, row: int, table: Table) -> _Found:
+    def row(self, row: int, table: Table) -> Row:
         mask = self._names["mask"][row]
-        return _Found(
-            self.place(row, table), self.text(row, table), self.name(row, table),
-            {name: self._number(name, row) for name in table.card["fields"]},
+        return Row(
+            self.name(row, table), int(self.rows["key"][row]), self.place(row, table),
+            self.text(row, table), (), {n: self._number(n, row) for n in table.card["fields"]},
             Place(table.path(os.fsdecode(mask))) if mask else None,
         )  # fmt: skip
 
@@ -306,13 +336,13 @@ class _Part:
         numbers = self.rows["text"][row].tolist()
         if not numbers:
             return table._bare
-        texts = [self._text(number, table) for number in numbers]
+        texts = [self.distinct_text(number, table) for number in numbers]
         weights = self.rows["weight"][row].tolist() if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
             return [t._replace(weight=w) for t, w in zip(texts, weights or [1.0], strict=True)]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
 
-    def _text(self, number: int, table: Table) -> Any:
+    def distinct_text(self, number: int, table: Table) -> Any:
         text, kind = self._texts["text"][number], self._texts["kind"][number]
         if kind == _CAPTION:
             return text.decode()
