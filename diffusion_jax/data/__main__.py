@@ -9,6 +9,7 @@ what they print.
 import argparse
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -89,17 +90,13 @@ def _show(args: argparse.Namespace, data: Data, records: Records) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.OneLine(
-        "python -m diffusion_jax.data", description=(__doc__ or "").partition("\n")[0],
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    layout: Any = {"epilog": _EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    about = (__doc__ or "").partition("\n")[0]
+    parser = cli.OneLine("python -m diffusion_jax.data", description=about, **layout)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, help):
-        command = commands.add_parser(
-            name, help=help, description=help, epilog=_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        command = commands.add_parser(name, help=help, description=help, **layout)
         command.set_defaults(run=run)
         arg = command.add_argument
         arg("path", metavar="PATH", help="the data set: a folder, tars, parquet files, what "

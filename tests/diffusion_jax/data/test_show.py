@@ -220,8 +220,7 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
     photos, out = tmp_path / "photos", tmp_path / "out"
     draw(photos / "a.png")
     (photos / "a.json").write_text('{"text": "a cat", "age": 3}')
-    data = Data("folder", str(photos), "json:text", fields=("age=0..9",))
-    sources.open_records(data).copy(out)
+    open_folder(photos, "json:text", fields=picture_fields.read(["age=0..9"])).copy(out)
     guessed = guess.guess(str(out))
     assert (guessed.text, guessed.fields) == ("json:text", ("age=0.0..9.0",))
     assert sources.open_records(guessed).read([0])[0].numbers == {"age": 3}
