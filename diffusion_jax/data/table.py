@@ -150,6 +150,7 @@ class Table(Records):
         return [self._record(row, of) for row, of in zip(found, contents, strict=True)]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Return the text of each row; see Records.texts."""
         found = [self._parts[part].text(row, self) for part, row in self._inside(indices)]
         contents = reading.read([_places(text) for text in found])
         return [_joined(text, of) for text, of in zip(found, contents, strict=True)]
@@ -213,6 +214,7 @@ class Table(Records):
         yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
 
     def inventory(self) -> Inventory:
+        """Return the files of the view; pictures without a text that it lacks are left out."""
         inventory = Inventory(self.card["inventory"])
         inventory.counts[PICTURES] -= int(self._firsts[-1]) - len(self)
         dropped = self._dropped()
