@@ -5,7 +5,7 @@
 
 The first command prints the table of docs/lab/performance.md: the estimated cycles of a step by
 kind of work, and the model FLOP utilization (MFU) that follows. By default, the command compiles
-each distinct block of a model once and counts it once per call (launch/planner/blocks.py).
+each distinct block of a model once and counts it once per call (benchmarks/profile/blocks.py).
 --whole compiles whole programs, which takes most of an hour for a big model. The command needs
 Linux and libtpu (pip install libtpu). Nothing runs on a TPU.
 
@@ -32,13 +32,14 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import measure
+from benchmarks.profile import blocks, step
+from benchmarks.profile.blocks import Profile
 from diffusion_jax import cli, files
 from diffusion_jax.logs import run_log
 from diffusion_jax.train import memory
 from imagen_jax import attention, layers
 from launch import accelerators
-from launch.planner import blocks, compiling, profiling, tasks
-from launch.planner.blocks import Profile
+from launch.planner import compiling, tasks
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
@@ -107,9 +108,10 @@ def main() -> None:
     measure.say("|---|---|---|---|---|---|")
     for name, target in ((name, target) for target in targets for name in _MODELS.value):
         with cli.bad_input():
-            profiling.check(target.name)
+            step.check(target.name)
             batch = int(_BATCH.value) or BATCHES[name]
-            profile = _profile(read(name, batch * target.devices), target)
+            model = read(name, batch * target.devices)
+            profile = step.of(model, target, bool(_WHOLE.value))
         place = f"{target.name}:{target.topology}"
         measure.say(row(name, place, batch, profile))
         if _KEEP.value:
@@ -165,16 +167,6 @@ def row(name: str, place: str, batch: int, profile: Profile) -> str:
         f"| {name} | {place}, {batch} | {_commit()} | {scope}, {profile.seconds:,.0f} s | "
         f"{100 * profile.mfu:.0f} % | {profile.total / 1e6:,.0f} M: {', '.join(shares)} |"
     )
-
-
-def _profile(model: tasks.PlannedTask, target: accelerators.Target) -> Profile:
-    mesh = accelerators.mesh_over(model.mesh, target.devices)
-    if _WHOLE.value:
-        compiled, _ = compiling.analyse(model, target, mesh)
-        assert compiled.program is not None  # It exists for TPUs, which `main` checked.
-        return profiling.of_program(compiled.program, model, mesh, target.name)
-    report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    return profiling.of_blocks(model, mesh, target.name, report)
 
 
 def _reduced() -> dict[str, dict[str, float]]:

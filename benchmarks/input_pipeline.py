@@ -45,7 +45,8 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.data.table import Table
 from diffusion_jax.devices import tuning
 
 flags.adopt_module_key_flags(measure)
@@ -181,7 +182,7 @@ def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]
     for i, jpeg in enumerate(_photographs(num, side)):
         (folder / f"{i:06}.jpg").write_bytes(jpeg)
         (folder / f"{i:06}.txt").write_text(f"photograph number {i}")
-    records = Folder(folder)
+    records = open_folder(folder)
     for format in reshard.FORMATS:
         reshard.reshard(records, root / format, num=64, format=format, identity={})
     (root / "arrow").mkdir()
@@ -190,7 +191,7 @@ def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]
     return {source: (str(root / source), text) for source, text in texts.items()}
 
 
-def _write_arrow(path: pathlib.Path, records: Folder) -> None:
+def _write_arrow(path: pathlib.Path, records: Table) -> None:
     """Write the records as an Arrow stream, the format of Hugging Face's save_to_disk."""
     read = records.read(range(len(records)))
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})

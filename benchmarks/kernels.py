@@ -30,12 +30,13 @@ import optax
 from absl import app, flags
 
 from benchmarks import forms, measure
+from benchmarks.profile import hlo
 from diffusion_jax import cli
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import attention, ops
 from diffusion_jax.train import autotuning, optimizer
 from launch import accelerators
-from launch.planner import compiling, gpu, hlo
+from launch.planner import compiling, gpu
 
 flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)

@@ -133,11 +133,10 @@ def _planned(model: tasks.PlannedTask, mesh: Mesh) -> dict[str, float] | None:
     name = next((name for name in accelerators.KINDS if name.partition("-")[0] in kind), None)
     if name is None or mesh.size > 1:
         return None
-    traced, target = estimate.trace(model), accelerators.parse(f"{name}:1")
-    seconds = estimate.step_time(traced, mesh.abstract_mesh, target, _MFU, [])
-    memory = estimate.bytes_per_device(traced, mesh.abstract_mesh).total
-    rate = model.run.batch_size / seconds.exposed
-    return {"samples_per_second": rate, "memory_gib": memory / 2**30}
+    target = accelerators.parse(f"{name}:1")
+    figures = estimate.plan(model, estimate.trace(model), target, mfu=_MFU, pictures=0)
+    rate, need = figures["samples_per_second"]["exposed"], figures["bytes_per_device"]["total"]
+    return {"samples_per_second": rate, "memory_gib": need / 2**30}
 
 
 if __name__ == "__main__":

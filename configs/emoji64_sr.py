@@ -16,13 +16,6 @@ def get_config() -> ConfigDict:
     c = emoji32.with_emoji(sr64_3m.get_config())
     c.steps = 1_000
     c.batch_size = 64
-
-    # The network learns the difference to the enlarged small picture. It starts as plain
-    # enlargement, so it needs a tenth of the steps.
-    c.unet.update(residual=True, noise_aug=False)
-    c.super_resolution = ConfigDict({"factor": 2})
-    # The difference is small, so low noise levels hide it.
-    c.diffusion.update(p_mean=-1.2, weight="p2")
     c.optimizer.update(name="muon", lr=2e-3, schedule="wsd", warmup=100)
     c.log_every, c.sample_every = 50, 0
     return c

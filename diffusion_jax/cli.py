@@ -57,18 +57,26 @@ def define_config(
     """
     holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
-    flag.parser = _CompleteConfig(flag.parser)
+    flag.parser = _CompleteConfig(flag.parser, "--config")
     return holder
 
 
-class _CompleteConfig(flags.ArgumentParser):
-    """A flag parser that reads a config file and adds the defaults of omitted fields."""
+class ConfigFileParser(flags.ArgumentParser):
+    """A flag parser that reads a config file as `files` does, and names its errors in one line."""
 
-    def __init__(self, files: flags.ArgumentParser) -> None:
-        self._files = files
+    def __init__(self, files: flags.ArgumentParser, flag: str) -> None:
+        """Store the parser of ml_collections, and the name of the flag for error messages."""
+        self._files, self._flag = files, flag
 
     def parse(self, argument: str) -> Any:
-        config = _read(self._files, argument)
+        return _read(self._files, argument, self._flag)
+
+
+class _CompleteConfig(ConfigFileParser):
+    """A flag parser that reads a config file and adds the defaults of omitted fields."""
+
+    def parse(self, argument: str) -> Any:
+        config = super().parse(argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections reports an error later.
             values = url_secrets.hide(config.to_dict())
             own_modules.trust_config(values)
@@ -76,7 +84,7 @@ class _CompleteConfig(flags.ArgumentParser):
         return config
 
 
-def _read(files: flags.ArgumentParser, argument: str) -> Any:
+def _read(files: flags.ArgumentParser, argument: str, flag: str) -> Any:
     """Run the config file that `argument`, FILE or FILE:ARGUMENT, names. Return its config.
 
     Raises ValueError if the file does not exist or raises an error. The message names the file, and
@@ -86,7 +94,7 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
         hint = f": did you mean {path.parent / near[0]}?" if near else ""
-        raise ValueError(f"--config: No such file or directory: {str(path)!r}{hint}")
+        raise ValueError(f"{flag}: No such file or directory: {str(path)!r}{hint}")
     try:
         config = files.parse(argument)
     except Exception as raised:  # The file is a program and may raise anything.

@@ -34,7 +34,7 @@ from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, files, runs, systems
 from diffusion_jax.config.settings import Heldout
-from diffusion_jax.data import sources
+from diffusion_jax.data import home, sources
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.devices import programs, sharding
 from diffusion_jax.task import Measure, Params, Task, Texts
@@ -197,7 +197,8 @@ def open_run(
         run=s.run._replace(sample_every=0),
     )
     mesh = sharding.make_mesh()
-    inputs = importlib.import_module(system.command).prepare(s, mesh)
+    with home.tables_of(workdir, begun=not data):
+        inputs = importlib.import_module(system.command).prepare(s, mesh)
     inputs.batches.close()
     finetune.check_base(workdir, inputs.base)
     frozen = sharding.place_all(inputs.task.frozen, mesh, inputs.task.rules)

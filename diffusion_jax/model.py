@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import guidance_kinds, meanflow, noise, precond, samplers
+from diffusion_jax.diffusion import guidance_kinds, noise, samplers
+from diffusion_jax.diffusion.objective import Conditions, Net, Noised
 from diffusion_jax.diffusion.onestep import SamplerFunction
-from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
+from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 from diffusion_jax.nn import ops, picture_fields
 from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
 
@@ -96,20 +97,21 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
     Raises:
         ValueError: The sampling grid is spaced in time, but the noise defines no times.
     """
-    objective, unet = diffusion.objective, system.unet
+    objective, net = diffusion.objective, _net(system.unet)
+    method = objective.method
 
     # `params` holds the network's weights and, for learned loss weights, a collection of their
     # parameters. unet.apply accepts this additional Flax collection and ignores it.
     def init(key: PRNGKeyArray) -> Params:
         example = {**system.example(), **picture_fields.example(system.fields)}
-        return objective.with_learned(unet.init(key, **example))
+        return objective.with_learned(system.unet.init(key, **example))
 
     def loss(params, frozen, batch, keys):
         x0 = system.target(frozen, batch, _stream(keys, _TARGET))
         eps = samplers.initial_noise(keys, x0[0].shape, 1)
         eps = objective.shifted(_stream(keys, _OFFSET), eps)
         draw = lambda key: objective.noise.draw(key, 1)[0]
-        sigma = jax.vmap(draw)(_stream(keys, _SIGMA))  # [B]
+        sigma = lambda i: jax.vmap(draw)(_stream(keys, (_SIGMA, _SECOND_SIGMA)[i]))  # [B]
         keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)  # Text dropout.
         kept = jax.vmap(keep)(_stream(keys, _KEPT))  # [B]
         added = system.training_inputs(frozen, batch, x0, _stream(keys, _INPUTS))
@@ -119,33 +121,22 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         empty = {**system.dropped(frozen, text), **picture_fields.unknown(numbers)}
         text = {**text, **numbers}
         mixed = {name: where(kept, text[name], empty[name]) for name in text}
-
-        weights = batch.get("loss_weight")
-        if not objective.mean_flow:
-            network = _network(unet, params, {**mixed, **added})
-            of_batch = objective.masked(batch["loss_mask"]) if "loss_mask" in batch else objective
-            minimised, losses = of_batch.loss(params, network, x0, eps, sigma, weights)
-            return minimised, loss_by_noise_level(losses, sigma)
-        sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
-        conditions = meanflow.Conditions(*({**c, **added} for c in (mixed, text, empty)))
-        network = lambda params, condition, h: _network(unet, params, condition, h)
-        minimised, losses = objective.mean_flow_loss(
-            network, params, x0, eps, sigmas, conditions, kept, weights
-        )
-        return minimised, loss_by_noise_level(losses, jnp.maximum(*sigmas))
+        conditions = Conditions(*({**c, **added} for c in (mixed, text, empty)))
+        weights, mask = batch.get("loss_weight"), batch.get("loss_mask")
+        noised = Noised(x0, eps, sigma, conditions, kept, weights, mask)
+        minimised, losses, levels = method.loss(objective, net, params, noised)
+        return minimised, loss_by_noise_level(losses, levels)
 
     def errors(params, frozen, batch, keys, sigma):
         x0 = system.target(frozen, batch, keys)
         noise_keys, added = system.sampling_inputs(frozen, batch, keys, x0)
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
-        h = jnp.zeros_like(sigma) if objective.mean_flow else None
         numbers = picture_fields.condition(system.fields, batch)
         text = system.text(frozen, batch)
-        network = _network(unet, params, {**text, **numbers, **added}, h)
-        if objective.mean_flow:
-            empty = {**system.dropped(frozen, text), **picture_fields.unknown(numbers), **added}
-            empty = _network(unet, params, empty, h)
-            network = meanflow.unguided(network, empty, sigma, objective.mean_flow)
+        empty = lambda: {
+            **system.dropped(frozen, text), **picture_fields.unknown(numbers), **added
+        }  # fmt: skip
+        network = method.measured(net, params, {**text, **numbers, **added}, empty, sigma)
         return objective.errors(network, x0, eps, sigma)
 
     levels = lambda n: noise.quantiles(objective.noise, n)
@@ -163,7 +154,7 @@ def make_sampler_inputs(
     """
     objective = diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
-    scalings, span = objective.make_precond(time), objective.span(sigmas)
+    scalings = objective.make_precond(time)
 
     def sampler_inputs(params, frozen, batch, keys, guidance):
         shape = system.sample_shape(batch)
@@ -179,11 +170,12 @@ def make_sampler_inputs(
         conditions = {guidance_kinds.COND: lambda: given, **conditions}
         guide_of = None
         if guiding:
-            second, weights = guiding.diffusion.objective, frozen["guide"]
-            guide_of = _denoiser_of(guiding.unet, weights, second.scalings, second.span(sigmas))
+            second, net = guiding.diffusion.objective, _net(guiding.unet)
+            guide_of = second.method.denoiser(net, frozen["guide"], second.scalings, sigmas)
         denoise = guidance_module.make_denoiser(
             sampler, guidance_kinds.GuidedModel(scalings, sigmas), guidance,
-            _denoiser_of(system.unet, params, scalings, span), conditions, guide_of,
+            objective.method.denoiser(_net(system.unet), params, scalings, sigmas),
+            conditions, guide_of,
         )  # fmt: skip
         first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]
         x = samplers.initial_noise(noise_keys, shape, first)
@@ -202,23 +194,14 @@ def make_sampler_inputs(
     return sampler_inputs
 
 
-def _network(unet: Any, params: Params, condition: Condition, h: Sigma | None = None):
-    """Return the network F(x, time), with its parameters, condition and MeanFlow's span bound."""
-    condition = with_span(condition, h)
-    return lambda x, time: unet.apply(params, x, time, **condition)
+def _net(unet: Any) -> Net:
+    """Return a function that binds a network's parameters, condition and MeanFlow's span h."""
 
+    def net(params, condition, h=None):
+        condition = with_span(condition, h)
+        return lambda x, time: unet.apply(params, x, time, **condition)
 
-def _denoiser_of(
-    unet: Any, params: Params, scalings: Precond, span: meanflow.Span | None
-) -> Callable[[Condition], Denoiser]:
-    """Return a function that maps a condition to the denoiser D(x, sigma)."""
-
-    def denoiser_of(condition, h=None):
-        return precond.denoiser(_network(unet, params, condition, h), scalings)
-
-    if span is None:
-        return denoiser_of
-    return lambda condition: lambda x, sigma: denoiser_of(condition, span(sigma))(x, sigma)
+    return net
 
 
 def with_span(condition: Condition, h: Sigma | None) -> Condition:

@@ -57,7 +57,9 @@ def pack(
     config = runs.load(workdir)
     mixture = [[weight, source, "", text] for weight, source, _, text in config["data"]["mixture"]]
     config["data"] |= {"path": "", "prior": "", "mixture": mixture}
-    words = vocabulary.of(prompts.read(captions, every=True)) if captions else None
+    words = (
+        vocabulary.of(prompts.read(captions, every=True, flag="--captions")) if captions else None
+    )
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
     step = restore.newest_sound(root, items) if step is None else step

@@ -6,11 +6,13 @@ The command compares the loss on pictures that were held out of training (config
 the loss on as many training pictures: a model that memorises is better on the latter. It draws the
 config's prompts, and writes a sheet that shows each drawn picture above the training picture whose
 pixels are nearest. With a judge (diffusion_jax.metrics train_judge), it also says how many of the
-drawn pictures fit their captions.
+drawn pictures fit their captions. For a cascade, repeat --workdir: the losses of all stages are
+compared, and the pictures of the last one.
 """
 
+import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from diffusion_jax.files import sheets
 from diffusion_jax.heldout import OpenedRun
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics.judges import judge as judges
-from diffusion_jax.task import Params
+from diffusion_jax.task import Params, to_range
 
 _DRAWN = 32  # The number of drawn pictures.
 _SIDE = 16  # Pictures are compared at this side in pixels.
@@ -48,24 +50,36 @@ class _Pixels:
         return {"pixels": np.asarray(small).reshape(len(images), -1)}
 
 
-def verdict(workdir: pathlib.Path, judge: str, sheet: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """Yield (subject, sentence) pairs about a run, and write `sheet`, a PNG file.
+def verdict(
+    workdirs: Sequence[pathlib.Path], judge: str, sheet: pathlib.Path
+) -> Iterator[tuple[str, str]]:
+    """Yield (subject, sentence) pairs about a run or a cascade, and write `sheet`, a PNG file.
 
-    `judge` is a folder of metrics train_judge, or "". Raises ValueError or FileNotFoundError if the
-    run, its data or the judge cannot be read.
+    `workdirs` are the runs of the stages, and `judge` is a folder of metrics train_judge, or "".
+    Raises ValueError or FileNotFoundError if a run, its data or the judge cannot be read.
     """
     trained = judges.load(judge) if judge else None
-    opened = heldout.open_run(workdir)
-    batches, params = opened.inputs.batches, opened.params("ema")
-    number = f"{len(batches.pictures):,} training pictures"
-    yield "model", f"{workdir} at step {opened.step:,}, with its average weights; {number}"
-    yield "loss", _compared_losses(opened, params)
-    images, captions = _drawn(opened, params)
+    stages = [heldout.open_run(workdir) for workdir in workdirs]
+    for (before, a), (after, b) in itertools.pairwise(zip(workdirs, stages, strict=True)):
+        size, small = _picture_shape(a), b.inputs.examples.batch.get("low_res")
+        if small is None or small.shape[1:] != size:
+            raise ValueError(
+                f"{after} does not enlarge pictures of {size[1]}x{size[0]}, which {before} draws: "
+                "name the stages of a cascade from the smallest to the largest"
+            )
+    images, captions = None, []
+    for workdir, opened in zip(workdirs, stages, strict=True):
+        batches, params = opened.inputs.batches, opened.params("ema")
+        number = f"{len(batches.pictures):,} training pictures"
+        yield "model", f"{workdir} at step {opened.step:,}, with its average weights; {number}"
+        yield "loss", _compared_losses(opened, params)
+        images, captions = _drawn(opened, params, images, captions)
     if trained:
         fits = judges.reader(trained, captions)(images, captions)[1].sum()
         yield "captions", f"{fits:.0f} of {len(images)} drawn pictures fit theirs, says {judge}"
-    first, _ = batches.pictures.read(np.arange(1))
-    if first.shape[1:] != images.shape[1:]:  # Stored moments, or pictures with masks.
+    enlarged = "low_res" in stages[0].inputs.examples.batch
+    if enlarged or _picture_shape(opened) != images.shape[1:]:
+        # Enlarged training pictures, or a model whose training pictures have masks or are moments.
         sheets.write_png(sheet, sheets.contact_sheet(images, captions))
         yield "sheet", f"{sheet}: drawn pictures"
         return
@@ -73,7 +87,8 @@ def verdict(workdir: pathlib.Path, judge: str, sheet: pathlib.Path) -> Iterator[
     scorer: Any = _Pixels()
     training = copies.Training(_spread(batches.pictures), scorer, unseen or batches.pictures)
     nearest = training.nearest("pixels", scorer.features(images, captions)["pixels"])
-    sheets.write_png(sheet, training.sheet(nearest, lambda rows: images[np.asarray(rows)]))
+    redrawn = lambda rows: images[np.asarray(rows)]
+    sheets.write_png(sheet, training.sheet(nearest, redrawn, captions))
     yield "sheet", f"{sheet}: drawn pictures, each above the nearest training picture"
     distance = np.median(nearest.distances)
     shown = f"drawn pictures are {distance:.3g} from the nearest training picture"
@@ -82,6 +97,11 @@ def verdict(workdir: pathlib.Path, judge: str, sheet: pathlib.Path) -> Iterator[
         shown += f", and held-out pictures {others:.3g}"
         shown += ": it copies" if distance < _COPIES * others else ""
     yield "distance", f"{shown} (medians)"
+
+
+def _picture_shape(opened: OpenedRun) -> tuple[int, ...]:
+    images, _ = opened.inputs.batches.pictures.read(np.arange(1))
+    return images.shape[1:]
 
 
 def _compared_losses(opened: OpenedRun, params: Params) -> str:
@@ -103,16 +123,27 @@ def _compared_losses(opened: OpenedRun, params: Params) -> str:
     )
 
 
-def _drawn(opened: OpenedRun, params: Params) -> tuple[UInt8[np.ndarray, "N H W 3"], list[str]]:
-    """Draw the config's prompts with several seeds. Return the pictures and their captions."""
+def _drawn(
+    opened: OpenedRun, params: Params, small: UInt8[np.ndarray, "N h w 3"] | None,
+    captions: list[str],
+) -> tuple[UInt8[np.ndarray, "N H W 3"], list[str]]:  # fmt: skip
+    """Draw with one stage. Return the pictures and their captions.
+
+    The first stage draws the config's prompts with several seeds. A later one enlarges `small`, the
+    pictures of the previous stage.
+    """
     examples = opened.inputs.examples
-    rows = np.arange(_DRAWN) % len(examples.captions)
-    texts = jax.tree.map(lambda x: np.asarray(x)[rows], examples.batch)
+    if small is None:
+        rows = np.arange(_DRAWN) % len(examples.captions)
+        texts = jax.tree.map(lambda x: np.asarray(x)[rows], examples.batch)
+        captions = [examples.captions[i] for i in rows]
+    else:
+        texts = opened.inputs.open_prompts(captions)(captions)
+        texts["low_res"] = np.asarray(to_range(small))
     draw = make_draw(opened.inputs.task.sample, opened.frozen, opened.mesh)
     guidance = np.full(_DRAWN, examples.guidance, np.float32)
-    seeds = range(_DRAWN)
-    parts = in_batches(draw, params, texts, seeds, guidance, min(_DRAWN, examples.most))
-    return sheets.to_uint8(np.concatenate(list(parts))), [examples.captions[i] for i in rows]
+    parts = in_batches(draw, params, texts, range(_DRAWN), guidance, min(_DRAWN, examples.most))
+    return sheets.to_uint8(np.concatenate(list(parts))), captions
 
 
 def _spread(pictures: Pictures) -> Subset:
@@ -121,7 +152,9 @@ def _spread(pictures: Pictures) -> Subset:
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
+    _WORKDIR = flags.DEFINE_multi_string(
+        "workdir", None, "The workdir of a run; repeat it for a cascade.", required=True
+    )
     _JUDGE = flags.DEFINE_string("judge", "", "A folder of metrics train_judge.")
     _OUT = flags.DEFINE_string("out", None, "The sheet to write; default: WORKDIR/verdict.png.")
 
@@ -129,7 +162,8 @@ if __name__ == "__main__":
         """Print the verdict."""
         cli.start(alone=True)
         with cli.bad_input():
-            out = files.path(_OUT.value or f"{_WORKDIR.value}/verdict.png")
-            print(progress.block(verdict(files.path(_WORKDIR.value), _JUDGE.value, out)))
+            workdirs = [files.path(workdir) for workdir in _WORKDIR.value]
+            out = files.path(_OUT.value) if _OUT.value else workdirs[-1] / "verdict.png"
+            print(progress.block(verdict(workdirs, _JUDGE.value, out)))
 
     cli.run(main)

@@ -146,7 +146,8 @@ def check(s: Settings) -> None:
         )
     settings.check_prompts(s.run, s.data)
     settings.check_tags(s.data, s.text)
-    settings.check_loss_mask(s.data, s.diffusion.method)
+    maskless = "" if s.diffusion.training.takes_mask else s.diffusion.method
+    settings.check_loss_mask(s.data, maskless)
     picture_fields.values(picture_fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):

@@ -30,6 +30,7 @@ from launch.accelerators import Target
 _JOB = config_flags.DEFINE_config_file(
     "job", None, "Job file, such as launch/jobs/scaling.py.", lock_config=True
 )
+flags.FLAGS["job"].parser = cli.ConfigFileParser(flags.FLAGS["job"].parser, "--job")
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")

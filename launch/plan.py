@@ -16,10 +16,6 @@ than a minute. Without --fast, it also compiles the train step:
 Compiling a big model takes many minutes on a few cores. Compiled programs are cached, so the same
 plan is fast the next time.
 
---profile prints how much of a step's time on a TPU each kind of work and each layer takes. These
-times come from the TPU compiler's estimates of cycles. Nothing runs on a TPU, and --mfu is ignored.
-The estimates are for the whole program or, with --fast, for the model's blocks, each compiled once.
-
 The predicted time of arithmetic is the FLOPs of matrix products and convolutions divided by --mfu
 times the peak rate. benchmarks.train_step measures this utilization on one device. Communication is
 assumed to run at full bandwidth. The command prints samples/s for two cases: as much communication
@@ -33,22 +29,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.train import optimizer
+from diffusion_jax.train.memory import Traced
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import choice, compiling, estimate, gpu, profiling, tasks
-from launch.planner.blocks import Profile
+from launch.planner import choice, compiling, estimate, gpu, tasks
 
 _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Only trace the program; do not compile it.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
-_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's estimated cycles.")
 _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/lab/performance.md.
 _MIN_GPU_BATCH = 16
 _MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.")
@@ -66,8 +62,6 @@ def main() -> None:
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")
         target = accelerators.parse(str(_TARGET.value))
-        if _PROFILE.value:
-            profiling.check(target.name)
         compiling.prepare(target.devices, *(("tpu", target.name) if target.is_tpu else ("gpu",)))
         cli.start()
         config = _CONFIG.value.to_dict()
@@ -76,7 +70,7 @@ def main() -> None:
         if not lacks_kernel and _modelled(config) is not config:
             model = tasks.read(config)
         mesh = accelerators.mesh_over(model.mesh, target.devices)
-        estimate.local_batch(model, mesh)
+        optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
     with _progress("tracing the loss and its gradient"):
         traced = estimate.trace(modelled)
     compiled, notes = None, list(model.notes)
@@ -89,14 +83,8 @@ def main() -> None:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
             compiled, compiler_notes = compiling.analyse(model, target, mesh)
         notes += compiler_notes
-    profile = _profile(model, target, mesh, compiled) if _PROFILE.value else None
     figures = estimate.plan(
-        traced,
-        target,
-        mfu=profile.busy if profile else _MFU.value,
-        update=profile.update if profile else None,
-        pictures=_PICTURES.value,
-        compiled=compiled,
+        modelled, traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
     )
     if target.is_tpu and figures["micro_batch"] < _MIN_MICRO_BATCH:
         notes.append(
@@ -114,17 +102,13 @@ def main() -> None:
     rate = figures["mfu"]
     advice = [
         *_advice(config, figures, mesh, with_remat),
-        choice.advise(traced, with_remat, target, rate, figures),
+        choice.advise(modelled, traced, with_remat, target, rate, figures),
     ]
     figures |= {"advice": advice, "notes": notes}
-    if profile:
-        figures["profile"] = profile.summary()
     if _JSON.value:
         print(json.dumps(figures))
         return
     print(table(str(_TARGET.value), figures))
-    if profile:
-        print(_aligned(profiling.table(profile)))
 
 
 def table(target: str, f: dict[str, Any]) -> str:
@@ -168,24 +152,7 @@ def table(target: str, f: dict[str, Any]) -> str:
         *(("advice", line) for line in f["advice"]),
         *(("note", line) for line in f["notes"]),
     ]  # fmt: skip
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:20} {text}" for name, text in rows)
-
-
-def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
-    """Return the profile of a training step.
-
-    If the step was compiled for the target as a whole, the profile is that of the whole program.
-    Otherwise, this function compiles the blocks of the model and adds up their profiles.
-    """
-    if compiled and compiled.program:
-        return profiling.of_program(compiled.program, model, mesh, target.name)
-    with cli.bad_input(), _progress(f"compiling the blocks for one {target.name}"):
-        report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-        return profiling.of_blocks(model, mesh, target.name, report)
 
 
 def _modelled(config: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +161,7 @@ def _modelled(config: dict[str, Any]) -> dict[str, Any]:
     Every machine can trace blockwise attention. It needs about as much memory as the kernels,
     because all of them avoid storing the attention scores.
     """
-    unet = config["unet"]
+    unet = config.get("unet", {})  # `tasks.read` refuses a config without a UNet.
     if unet.get("attention_impl") not in ("cudnn", "splash"):
         return config
     return {**config, "unet": {**unet, "attention_impl": "blockwise"}}
@@ -217,7 +184,7 @@ def _advice(
     config: dict[str, Any],
     figures: dict[str, Any],
     mesh: Any,
-    with_remat: Callable[[], estimate.TracedModel],
+    with_remat: Callable[[], Traced],
 ) -> list[str]:
     """Return advice that follows from the estimated memory, one line per item.
 

@@ -40,7 +40,7 @@ from diffusion_jax.precache.moment_tars import MomentOptions
 from diffusion_jax.task import to_range
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import encoder_identity
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.opened import read_vae
 
 
 def define_flags() -> None:

@@ -8,11 +8,6 @@ the samples to target: the number of training images when the run first met the 
 prints the mean without the fastest and the slowest run, MLPerf's verdict (ruleset 5.0.0), and the
 FID and CLIP score of these runs and of the reference runs. --out names a folder for plots of both
 scores, fid.png and clip.png. The exit code is 1 if the verdict is FAIL.
-
-    python -m sd_jax.rcp runs/*/* --tables
-
-This command prints only Markdown tables of convergence and mean scores by batch size. The runs may
-have different batch sizes.
 """
 
 import pathlib
@@ -21,7 +16,7 @@ import sys
 from absl import flags
 
 from diffusion_jax import cli
-from sd_jax.mlperf import comparison, convergence, tables
+from sd_jax.mlperf import comparison, convergence
 
 _FAILED_EXIT = 1
 
@@ -29,7 +24,7 @@ _FAILED_EXIT = 1
 def main(argv: list[str]) -> None:
     """Compare the given runs with MLPerf's reference runs.
 
-    Prints the comparison, and writes plots (--out) if asked. With --tables, only prints tables.
+    Prints the comparison, and writes plots (--out) if asked.
     """
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):
@@ -38,8 +33,6 @@ def main(argv: list[str]) -> None:
                 "no run is given: name workdirs or logs, as in python -m sd_jax.rcp runs/mlperf/0"
             )
         runs = [convergence.read(path) for path in convergence.find(argv[1:])]
-        if flags.FLAGS.tables:
-            return print(tables.markdown(runs))
         samples = [run.samples_to_target for run in runs]
         verdict = convergence.judge(comparison.check_alike(runs), samples)
     print(comparison.describe(runs, verdict))
@@ -51,5 +44,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Folder for the plots fid.png and clip.png.")
-    flags.DEFINE_bool("tables", False, "Print only tables of convergence by batch size.")
     cli.run_with_arguments(main)

@@ -242,7 +242,8 @@ def check(s: Settings) -> None:
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
     settings.check_tags(s.data, s.text)
-    settings.check_loss_mask(s.data, s.diffusion.method)
+    maskless = "" if s.diffusion.training.takes_mask else s.diffusion.method
+    settings.check_loss_mask(s.data, maskless)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
     if s.pipeline.sees == PIX2PIX:

@@ -7,15 +7,12 @@ diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without
 the time is used to train a VAE on these pictures first.
 """
 
-from typing import Any
-
 from absl import flags
 
-from diffusion_jax import runs
 from diffusion_jax.start.changes import Changes
 from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
-from sd_jax.weights import checkpoints
+from sd_jax.weights.opened import open_weights
 
 _VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
 _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels", "attention_levels",
@@ -39,22 +36,17 @@ def vae_fields(path: str) -> Changes:
     `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
     ValueError if it holds no VAE.
     """
-    if runs.is_workdir(path):
-        fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]
-        scale, shift = 1.0, 0.0
-    else:
-        opened = checkpoints.load(path, parts=("vae",))
-        if opened.vae is None:
-            raise ValueError(
-                f"--vae={path} holds no VAE: name a diffusers directory, a checkpoint or a workdir "
-                "of sd_jax.train_vae"
-            )
-        fields = {name: getattr(opened.vae.network, name) for name in _FIELDS}
-        scale, shift = opened.scale, opened.shift
-    values = {"vae.weights": path, "latents.scale": scale, "latents.shift": shift}
-    values |= {f"vae.{name}": fields[name] for name in _FIELDS}
-    values |= {f"unet.{end}_channels": fields["latent_channels"] for end in ("in", "out")}
-    return {name: (tuple(v) if isinstance(v, list) else v, "") for name, v in values.items()}
+    opened = open_weights(path, ("vae",))
+    if opened.vae is None:
+        raise ValueError(
+            f"--vae={path} holds no VAE: name a diffusers directory, a checkpoint or a workdir "
+            "of sd_jax.train_vae"
+        )
+    vae = opened.vae.network
+    values = {"vae.weights": path, "latents.scale": opened.scale, "latents.shift": opened.shift}
+    values |= {f"vae.{name}": getattr(vae, name) for name in _FIELDS}
+    values |= {f"unet.{end}_channels": vae.latent_channels for end in ("in", "out")}
+    return {name: (value, "") for name, value in values.items()}
 
 
 if __name__ == "__main__":

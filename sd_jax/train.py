@@ -39,7 +39,7 @@ from sd_jax import sampling, textual_inversion
 from sd_jax import vae as vae_module
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.task import make_task
-from sd_jax.weights.initial import read_unet, read_vae
+from sd_jax.weights.opened import read_unet, read_vae
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:

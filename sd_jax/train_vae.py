@@ -28,7 +28,7 @@ from sd_jax import vae as vae_module
 from sd_jax.sampling import posterior_sample
 from sd_jax.settings import AutoencoderSettings
 from sd_jax.vae import Moments
-from sd_jax.weights.initial import read_vae as read_vae_weights
+from sd_jax.weights.opened import read_vae as read_vae_weights
 
 _SHOWN = 8  # Number of pictures to reconstruct during training.
 

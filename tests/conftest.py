@@ -9,6 +9,7 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 
 import jax
 import jaxtyping
@@ -97,3 +98,12 @@ def stores(_served):
 def unchecked(monkeypatch):
     """Do not check annotated types and shapes: the test passes wrong ones, or stand-ins."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def signals():
+    """Handle signals as in the foreground, also in the background or under nohup."""
+    before = {number: signal.signal(number, own) for number, own in commands.HANDLERS.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

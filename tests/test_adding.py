@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, groups, guidance, noise, precond, samplers
+from diffusion_jax.diffusion.objective import Denoise
 from diffusion_jax.text import hashed
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
@@ -159,3 +160,29 @@ def test_stable_diffusion_uses_a_replaced_noise(monkeypatch):
     task, batch = sd_model(sampler__name="ddim", sampler__steps=3, **sizes)
     loss, norm, images, _ = train_and_sample(task, batch)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
+
+
+@pytest.mark.parametrize("system", MODELS)
+def test_a_training_method_is_added_in_one_place(system, monkeypatch):
+    """It has `factor` times the loss of a denoiser, and draws pictures that are half as bright."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Scaled(Denoise):
+        factor: float = 1.0
+
+        def loss(self, objective, net, params, noised):
+            loss, losses, sigma = super().loss(objective, net, params, noised)
+            return self.factor * loss, losses, sigma
+
+        def denoiser(self, net, params, scalings, sigmas):
+            of = super().denoiser(net, params, scalings, sigmas)
+            return lambda condition: lambda x, sigma: of(condition)(x, sigma) / 2
+
+    monkeypatch.setitem(groups.METHODS, "scaled", Scaled)
+    one_step = {"sampler__name": "ddim", "sampler__steps": 1, "sampler__end": "zero"}
+    one_step |= {"sampler__threshold": "none"} if system == "imagen" else {}
+    plain = train_and_sample(*MODELS[system](**one_step))
+    ours = train_and_sample(*MODELS[system](diffusion__method="scaled(factor=3)", **one_step))
+    assert ours[0] == pytest.approx(3 * plain[0], rel=1e-6)
+    if system == "imagen":  # The VAE of Stable Diffusion is not linear.
+        np.testing.assert_allclose(ours[2], plain[2] / 2, atol=1e-6)

@@ -100,7 +100,7 @@ train --config.prompts=() | prompts is empty: give texts to draw during training
 train --config.text.encoder=t6 | text.encoder is 't6': choose from hashed, t5
 train --config.text.encoder=t5 | weights
 train --config.evaluation.guidance=() --config.evaluation.every=8 | evaluation.guidance is empty
-train --config.evaluation.every=8 --config.evaluation.prompts=D/none.txt | D/none.txt
+train --config.evaluation.every=8 --config.evaluation.prompts=D/none.txt | evaluation.prompts=D/none
 train --config.data.source=digitz | the data source 'digitz' is unknown
 train --config.data.source=folder --config.data.path=/nowhere | /nowhere
 train --config.data.source=folder --config.data.path=D/empty | D/empty
@@ -121,7 +121,9 @@ sample --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first li
 evaluate --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
 precache --captions=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
 metrics clip D/images --prompts=D/short.tsv --clip=x | D/short.tsv, line 3 has 1 cells, but the
-sample --prompts=D/none.txt | No such file or directory: 'D/none.txt'
+sample --prompts=D/none.txt | --prompts=D/none.txt cannot be read: [Errno 2] No such file
+evaluate --prompts=D/none.txt | --prompts=D/none.txt cannot be read: [Errno 2] No such file
+metrics clip D/images --prompts=D/none.txt --clip=x | --prompts=D/none.txt cannot be read: [Errno
 sample --prompts=D/empty | D/empty holds no prompts: add some
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
@@ -132,9 +134,11 @@ sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed', which cannot use embeddings from files
 sample --prompt=a --mask=D/wide.png | --mask=D/wide.png needs a picture: give --image
+sample --prompt=a --strength=0.5 | --strength needs a picture to draw over: give --image
 sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
 sample --prompt=a --image=D/wide.png | the picture is 4x3: crop it to a square
 sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1
+sd_sample --prompt=a --strength=0.5 | --strength needs a picture to draw over: give --image
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora need --model: leave them out
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
@@ -156,7 +160,7 @@ evaluate --reference=D/none.npz | --reference has no effect without a file of pr
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: the index must be from 0 to 1
-precache --captions=D/none | D/none
+precache --captions=D/none | --captions=D/none cannot be read: [Errno 2] No such file
 precache --captions=D/binary.txt | D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 data show /nowhere | no data at /nowhere: check the path

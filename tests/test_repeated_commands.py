@@ -16,7 +16,7 @@ from configs import quickstart
 from diffusion_jax import averages, pack, runs
 from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import merge, reshard
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.weights import restore
@@ -102,7 +102,7 @@ def weights(out):
 
 
 def write_shards(inputs, out):
-    records = WebDataset(inputs / "digits.tar")
+    records = open_tars(inputs / "digits.tar")
     reshard.reshard(records, out, format="webdataset", identity={"path": "digits"}, num=4)
 
 

@@ -452,8 +452,11 @@ def check_tags(data: Data, text: Text) -> None:
         )
 
 
-def check_loss_mask(data: Data, method: str = "") -> None:
-    """Raise ValueError if data.loss_mask does not suit the data source or the training method."""
+def check_loss_mask(data: Data, maskless: str = "") -> None:
+    """Raise ValueError if data.loss_mask does not suit the data source or the training method.
+
+    `maskless` is the value of diffusion.method if its loss cannot have a mask.
+    """
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
     for kind in kinds:
         if data.loss_mask and kind == MOMENTS:
@@ -466,10 +469,10 @@ def check_loss_mask(data: Data, method: str = "") -> None:
                 f"data.loss_mask is 'file', but data.source is {kind!r}: only a folder has files "
                 "beside its images, so set data.loss_mask='alpha'"
             )
-    if data.loss_mask and method.startswith("meanflow"):
+    if data.loss_mask and maskless:
         raise ValueError(
-            f"data.loss_mask is {data.loss_mask!r}, but the loss of diffusion.method={method} has "
-            "no mask: set data.loss_mask=''"
+            f"data.loss_mask is {data.loss_mask!r}, but the loss of diffusion.method={maskless} "
+            "has no mask: set data.loss_mask=''"
         )
 
 

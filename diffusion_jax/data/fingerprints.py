@@ -15,26 +15,27 @@ _MOST = 2**20  # The largest number of names to digest, evenly spread over the r
 
 
 def digests(pictures: Pictures) -> dict[str, int | str]:
-    """Return the number of pictures, and digests of their names and of the sizes of their files.
+    """Return the number of pictures, and digests of their names, of their texts and files.
 
-    Copies of a data set on several machines have equal digests. No file is read.
+    Of the texts in a table, the digest covers the contents; of files, the sizes. Copies of a data
+    set on several machines have equal digests. No file is read.
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), _MOST)).astype(np.int64))
     sizes = [stamp.partition(" ")[0] for stamp in storage.stamps(pictures.files())]
     return {
         "the number of pictures": len(pictures),
         NAMES: _digest(map(str, pictures.keys(rows).tolist())),
-        "the digest of the files' sizes": _digest(sizes),
+        "the digest of the texts and of the files' sizes": _digest([pictures.id(), *sizes]),
     }
 
 
 def stamp(pictures: Pictures | Records) -> str:
-    """Return a digest that changes when a file of a data set is written, added or removed.
+    """Return a digest that changes when a file is written, added or removed, or a text changes.
 
     It also changes when the data set is copied. No file is read. Without files, it is constant.
     """
     files = pictures.files()
-    return _digest([*files, *storage.stamps(files)])
+    return _digest([pictures.id(), *files, *storage.stamps(files)])
 
 
 def _digest(texts: Iterable[str]) -> str:

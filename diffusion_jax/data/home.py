@@ -1,13 +1,19 @@
 """Find the table of a data set, or import it: where tables live, and when they are still true.
 
 A table lives beside the data, in the hidden folder .diffusion_jax/RULE. RULE is a digest of the
-settings that the rows depend on. If this folder cannot be written, it lives in the user's cache.
+settings that the rows depend on. If this folder cannot be written, it lives in the user's cache, or
+else in memory. For data at URLs, it lives in the cache of each machine, and in the bucket, for
+other machines.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
-imported again, which writes only the parts that changed. A table that data.path itself names is
-never imported again.
+imported again, which writes only the parts that changed. A copy of the data set that keeps the
+times of the files needs no import. The last tables are kept: a run whose data set grew goes on with
+its own table. A table that data.path itself names is never imported again.
 """
 
+import collections
 import contextlib
+import contextvars
+import copy
 import hashlib
 import json
 import os
@@ -17,11 +23,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import filelock
+import numpy as np
+from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
+from diffusion_jax.files import untrusted
+
+RUN = "data.json"
+"""The file in a workdir that holds the ids of the tables that the run reads."""
+_KEPT = 3  # Number of tables of a data set that are kept.
 
 
 class Source(NamedTuple):
@@ -38,7 +51,58 @@ class Source(NamedTuple):
     left: LeftOut
     """The files that were left out while the others were found."""
     facts: dict[str, Any]
-    """More for the card, such as the "suffixes" of all files; complete after the last row."""
+    """More for the card, complete after the last row: the "suffixes" of all files, and "warnings",
+    which are logged whenever the table is opened."""
+    stamps: Sequence[str] = ()
+    """What storage.stamps returns for the files, if it is known."""
+
+
+class Tables:
+    """The tables that a run reads: for each rule, their ids in the order in which they are opened.
+
+    A run may read several data sets with one rule, as the parts of a mixture.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], begun: bool):
+        """Read the ids in a workdir. If the run has not `begun`, it may read any table."""
+        self._path, self._ids = files.path(workdir) / RUN, collections.defaultdict[str, list](list)
+        self._used: Mapping[str, list[str]] = {}
+        if begun and self._path.exists():
+            self._used = untrusted.parse_json(self._path.read_text())
+
+    def choose(self, name: str, found: Table, source: Source) -> Table:
+        """Return the table that the run reads: `found`, or its own one if the data set grew.
+
+        Raises ValueError if files of its own table are missing.
+        """
+        used, number = self._used.get(name, []), len(self._ids[name])
+        own = found
+        if found.home and number < len(used) and used[number] != found.id():
+            own = _open(found.home, source, None, table.card_of(used[number]))
+        if own is not None and not same_rows(own, found):
+            _check_grown(own, found, source)
+            found = own
+        self._ids[name].append(found.id())
+        return found
+
+    def write(self) -> None:
+        """Write the ids of the opened tables into the workdir."""
+        if self._ids != self._used:
+            files.write_whole(self._path, json.dumps(self._ids))
+
+
+_RUN = contextvars.ContextVar[Tables | None]("the tables of the run", default=None)
+
+
+@contextlib.contextmanager
+def tables_of(workdir: str | os.PathLike[str], begun: bool = True) -> Iterator[Tables]:
+    """In this context, `open_table` opens the tables that the run in `workdir` reads."""
+    tables = Tables(workdir, begun)
+    token = _RUN.set(tables)
+    try:
+        yield tables
+    finally:
+        _RUN.reset(token)
 
 
 def open_table(source: Source) -> Table:
@@ -48,20 +112,39 @@ def open_table(source: Source) -> Table:
         ValueError: a file cannot be read; see the importers.
         OSError: a file is missing.
     """
-    seen, name = _seen(source), _digest(source.rule)
-    folders = _folders(source, name)
+    name, run = _digest(json.dumps(source.rule, sort_keys=True)), _RUN.get()
+    found = _newest(source, name)
+    found = run.choose(name, found, source) if run and found.home else found
+    for warning in found.card["facts"].get("warnings", ()):
+        logging.warning("%s", warning)
+    return found
+
+
+def _newest(source: Source, name: str) -> Table:
+    """Return the table of the data set as it is now, which is imported if necessary."""
+    stamps = source.stamps or storage.stamps(source.files)
+    stamps = dict(zip(source.files, stamps, strict=True))
+    seen, folders = _seen(source, stamps), _folders(source, name)
     for folder in folders:
         if (found := _open(folder, source, seen)) is not None:
             return found
-    options = {"root": source.root, "rule": source.rule, "facts": source.facts, "seen": seen}
-    folder = next(filter(_is_writable, folders), None)
-    if folder is None:
-        return table.in_memory(source.rows(source.left), source.left, **options)
-    with filelock.FileLock(folder / ".lock"):
-        if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
-            return found
-        table.write(folder, source.rows(source.left), source.left, **options)
-        return Table(folder)
+    for folder in filter(_is_writable, folders):
+        with filelock.FileLock(folder / ".lock", mode=0o666):
+            if (found := _open(folder, source, seen)) is not None:  # Another process imported it.
+                return found
+            shared = files.store_path(os.path.join(source.root, storage.OWN, name))
+            if shared and (found := _download(shared, folder, source, seen)) is not None:
+                return found
+            try:
+                found = _import(folder, source, seen, stamps)
+                _prune(folder)
+                if shared and found.card["seen"]:
+                    _upload(found, shared)
+                return found
+            except OSError as error:
+                if not files.is_full(error):
+                    raise
+    return _import({}, source, seen, stamps)
 
 
 def is_home(path: str | os.PathLike[str]) -> bool:
@@ -104,36 +187,122 @@ def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None
     return found
 
 
-def _open(folder: pathlib.Path, source: Source, seen: str) -> Table | None:
-    """Return the table in a folder, or None if it is missing, foreign, damaged or out of date."""
-    if not tars.is_trusted(folder / table.CARD, source.files[0] if source.files else source.root):
+def _import(
+    place: pathlib.Path | dict[str, bytes], source: Source, seen: str, stamps: Mapping[str, str]
+) -> Table:
+    """Write the table into a folder, or into a dictionary that stays in memory."""
+    left = copy.deepcopy(source.left)  # A full disk leads to a second import.
+    table.write(place, source.rows(left), left, root=source.root, rule=source.rule,
+                facts=source.facts, seen=seen, stamps=stamps)  # fmt: skip
+    return Table(place)
+
+
+def _download(
+    shared: files.Remote, folder: pathlib.Path, source: Source, seen: str
+) -> Table | None:
+    """Copy a table from a bucket and return it, or None if it is missing or out of date."""
+    # Any error means that there is none, or that only the data may be read.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        card = (shared / table.CARD).read_bytes()
+        if json.loads(card)["seen"] == seen:
+            for name in table.files_of(json.loads(card)):
+                with files.whole(folder / name) as temporary:
+                    (shared / name).get(temporary)
+            files.write_whole(folder / table.CARD, card)
+            return _open(folder, source, seen)
+
+
+def _upload(found: Table, shared: files.Remote) -> None:
+    try:
+        for name in (*table.files_of(found.card), table.CARD):
+            (shared / name).send(found.home / name)
+    except OSError as error:
+        logging.warning(
+            "the table of the data cannot be uploaded, so each machine makes its own: %s", error
+        )
+
+
+def _prune(folder: pathlib.Path) -> None:
+    """Delete all tables but the last ones, and the files that only they need."""
+    cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    for card in cards[:-_KEPT]:
+        card.unlink(missing_ok=True)
+    kept = set[str]()
+    for card in cards[-_KEPT:]:
+        with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
+            kept |= table.files_of(json.loads(card.read_bytes()))
+    for path in folder.iterdir():
+        unfinished = path.match(".*.arrow.*.tmp")  # Left by an import that was killed.
+        if unfinished or (table.FILE.fullmatch(path.name) and path.name not in kept):
+            path.unlink(missing_ok=True)
+
+
+def same_rows(one: Table, other: Table) -> bool:
+    """Return whether two tables have the same pictures under the same numbers."""
+    rows = np.arange(len(one))
+    return len(one) == len(other) and np.array_equal(one.keys(rows), other.keys(rows))
+
+
+def _check_grown(own: Table, found: Table, source: Source) -> None:
+    """Check that all files of a run's table exist, and log how many pictures came later."""
+    stamps = found.card["stamps"]
+    changed = [n for n, old in own.card["stamps"].items() if stamps.get(n, old) != old]
+    if changed:
+        raise ValueError(
+            f"{own.path(changed[0])} has changed since this run began: restore it, or start a new "
+            "run, which keeps the weights with --continue_from"
+        )
+    present = set(source.files)
+    if missing := [path for path in own.files() if path not in present]:
+        raise ValueError(
+            f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
+            f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
+            "with --continue_from"
+        )
+    logging.info(
+        "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
+        "--continue_from also uses them", len(found) - len(own), source.root, len(own),
+    )  # fmt: skip
+
+
+def _open(
+    folder: pathlib.Path, source: Source, seen: str | None, card: str = table.CARD
+) -> Table | None:
+    """Return the table in a folder, or None if it is missing, foreign, damaged or out of date.
+
+    If `seen` is None, it may be out of date.
+    """
+    if not tars.is_trusted(folder / card, source.files[0] if source.files else source.root):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = Table(folder)
-        if found.card["seen"] == seen and found.card["root"] == source.root:
-            return found
+    with contextlib.suppress(Exception):  # A damaged card can raise anything.
+        found = Table(folder, source.root, card)
+        return found if seen in (None, found.card["seen"]) else None
 
 
-def _seen(source: Source) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, stamp in zip(source.files, storage.stamps(source.files), strict=True):
-        digest.update(os.fsencode(f"{name.removeprefix(source.root)} {stamp}\n"))
+def _seen(source: Source, stamps: Mapping[str, str]) -> str:
+    digest = hashlib.blake2b(json.dumps(source.left.saved()).encode(), digest_size=16)
+    for name, stamp in stamps.items():
+        digest.update(os.fsencode(f"{name.removeprefix(source.root)}\0{stamp}\0"))
     return digest.hexdigest()
 
 
-def _digest(rule: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _folders(source: Source, name: str) -> list[pathlib.Path]:
-    beside = [] if storage.is_url(source.root) else [pathlib.Path(source.root, storage.OWN, name)]
-    root = hashlib.sha256(os.fsencode(source.root)).hexdigest()[:16]
-    return [*beside, *(pathlib.Path(cache, f"{name}-{root}") for cache in tars.cache_folders())]
+    """Return the folders for a table, the preferred one first."""
+    is_url = storage.is_url(source.root)
+    beside = [] if is_url else [pathlib.Path(source.root, storage.OWN, name)]
+    root = _digest(source.root if is_url else os.path.realpath(source.root))
+    return [*beside, *(cache / f"{name}-{root}" for cache in tars.cache_folders())]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _is_writable(folder: pathlib.Path) -> bool:
+    mode = 0o777 if folder.parent.name == storage.OWN else 0o700  # A cache is private.
     with contextlib.suppress(OSError):
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode, parents=True, exist_ok=True)
+        folder.mkdir(mode, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False

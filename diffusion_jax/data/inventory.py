@@ -85,7 +85,7 @@ class LeftOut(Inventory):
     def add(self, kind: str, names: Sequence[str], number: int | None = None) -> None:
         """Add files of one kind; see Inventory.add."""
         super().add(kind, names, number)
-        if kind not in USED:
+        if kind not in USED and number != 0:
             self._new += [(name, kind) for name in names]
 
     def take(self) -> list[tuple[str, str]]:

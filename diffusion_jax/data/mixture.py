@@ -109,6 +109,9 @@ class Mixture(Pictures):
     def files(self) -> list[str]:
         return [file for part in self.parts for file in part.files()]
 
+    def id(self) -> str:
+        return " ".join(part.id() for part in self.parts)
+
     def loss_weights(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         counts = np.array(self.part_counts, np.float32)
         return counts[self._part_numbers(indices)] if self.part_counts else None

@@ -158,6 +158,10 @@ class Pictures(abc.ABC):
         """Return the paths or URLs of the files that hold the pictures; see Records.files."""
         return []
 
+    def id(self) -> str:
+        """Return a digest of the texts that are not read again; see Records.id."""
+        return ""
+
     def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
         """Return (name, checksum) of each stored picture and its text.
 
@@ -301,6 +305,9 @@ class DecodedPictures(Pictures):
 
     def files(self) -> list[str]:
         return self._records.files()
+
+    def id(self) -> str:
+        return self._records.id()
 
     def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
         """Return (name, checksum) of each record: of its encoded image and its text.

@@ -166,7 +166,7 @@ class Batches:
         """Continue at a position that `get_state` returned, perhaps with another batch size.
 
         The state {"samples": 0} without further keys means the start of any data set. Earlier
-        versions saved no digests. If only the sizes of the files differ, as with an edited
+        versions saved fewer digests. If only texts or sizes of files differ, as with an edited
         caption, this is a warning.
 
         Raises:
@@ -180,7 +180,7 @@ class Batches:
                 f"the saved position belongs to {saved}, but the data are now {self._identity}: "
                 "the order cannot be continued. Restore the saved values, or start a new run"
             )
-        changed = {name for name, value in self.digests.items() if before[name] != value}
+        changed = {n for n, value in self.digests.items() if before.get(n, value) != value}
         if fingerprints.NAMES in changed:
             raise OtherData(
                 f"{fingerprints.NAMES} differs from that of the saved position: pictures were "

@@ -27,6 +27,7 @@ def read(
     seed: int = 2023,
     *,
     every: bool = False,
+    flag: str = "--prompts",
 ) -> list[str]:
     """Return the prompts of a file or data source, or a random sample of the prompts.
 
@@ -42,6 +43,7 @@ def read(
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
         every: whether to return all captions of each record of a data source.
+        flag: the flag or config field that names `path`, for the message about a missing file.
 
     Raises:
         ValueError: the file has no prompts or fewer than `number`, a row is malformed, or the
@@ -49,8 +51,11 @@ def read(
         OSError: the file cannot be read.
     """
     texts, blank = [], []
-    for place, text in _read(os.fspath(path), every):
-        (texts if text else blank).append(text or place)
+    try:
+        for place, text in _read(os.fspath(path), every):
+            (texts if text else blank).append(text or place)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{flag}={path} cannot be read: {error}") from error
     if not texts:
         raise ValueError(f"{path} holds no prompts: add some, or choose another file")
     if blank:

@@ -1,5 +1,6 @@
 """Read pictures and texts at the places that a table names."""
 
+import bisect
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +36,7 @@ def read(groups: Sequence[Sequence[Place]]) -> list[list[bytes | Unusable]]:
         OSError: a file was removed.
     """
     flat = [place for group in groups for place in group]
-    alone = {place: _read_file(place.file) for place in flat if place.kind == FILE}
+    alone = {place: read_file(place.file) for place in flat if place.kind == FILE}
     alone |= _read_records([place for place in flat if place.kind == RECORD])
     ranges = [_ranges(group) for group in groups]
     spans = [span for of_group in ranges for span in of_group]
@@ -80,7 +81,8 @@ def _end_of_file(path: str, size: int) -> bytes:
         return file.read(abs(size))
 
 
-def _read_file(path: str) -> bytes | Unusable:
+def read_file(path: str | os.PathLike[str]) -> bytes | Unusable:
+    """Return a file's contents, or an Unusable error if it may not be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -112,7 +114,7 @@ def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:
 def _contents(place: Place, parts: Sequence[tuple[str, int, int, bytes]]) -> bytes | Unusable:
     """Return the bytes at a place, which one of the parts that were read contains."""
     begin = place.at - tars.BLOCK * (place.kind == TAR)
-    part = next(p for p in parts if p[0] == place.file and p[1] <= begin < max(p[2], p[1] + 1))
+    part = parts[bisect.bisect(parts, (place.file, begin), key=lambda part: part[:2]) - 1]
     found = part[3][begin - part[1] : place.at + place.size - part[1]]
     if len(found) < place.at + place.size - begin:
         return b""  # The file was truncated after it was listed.

@@ -104,6 +104,10 @@ class Records(abc.ABC):
         """
         return []
 
+    def id(self) -> str:
+        """Return a digest of the texts that are not read again. The base class returns ""."""
+        return ""
+
     def left_out(self) -> dict[str, int]:
         """Return how many files the source left out when it was opened, keyed by reason.
 

@@ -67,10 +67,10 @@ def about(table: Table, name: str) -> list[tuple[str, str]]:
     known = names[found[0]] if found else name
     reasons = [reason for other, reason in table.left() if other == known]
     if not found and not reasons:
-        close = difflib.get_close_matches(name, names, 1)
+        close = [f": did you mean {n}?" for n in difflib.get_close_matches(name, names, 1)]
         raise ValueError(
             f"--row={name}: no picture has this name, and no file of this name was left out"
-            + f": did you mean {close[0]}?" * bool(close)
+            + "".join(close)
         )
     if len(found) > 1:
         raise ValueError(f"--row={name} names {len(found)} pictures: write {known}")

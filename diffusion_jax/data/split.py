@@ -104,6 +104,9 @@ class Subset(Pictures):
         """Return the files of the complete data set."""
         return self._pictures.files()
 
+    def id(self) -> str:
+        return self._pictures.id()
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         return self._pictures.names(self._inside(indices))
 

@@ -23,7 +23,7 @@ from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote, untrusted
 
 OWN = ".diffusion_jax"
-"""The folder of the tables of a data set, beside its files. It is not one of them."""
+"""The folder in a data set that holds what this package knows of the data set; see home.py."""
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
@@ -58,11 +58,12 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
 
     A folder that was reached before is not searched again. Links that lead to such a folder or to
     nothing, hidden files and folders, special files, and folders that cannot be read are added to
-    `inventory`.
+    `inventory`; the folder OWN is not.
     """
     if is_url(folder):
         system = _system(folder)
-        root, names = fsspec.core.url_to_fs(folder)[1], system.find(folder)
+        root = fsspec.core.url_to_fs(folder)[1]
+        names = [name for name in system.find(folder) if f"/{OWN}/" not in name]
         hidden = [name for name in names if is_hidden(name[len(root) :])]
         inventory.add("hidden", [system.unstrip_protocol(name) for name in sorted(hidden)])
         return sorted(system.unstrip_protocol(name) for name in {*names} - {*hidden})
@@ -85,9 +86,9 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
             continue
         seen.add(place)
         for entry in sorted(entries, key=lambda entry: entry.name):
+            kind = "hidden" if is_hidden(entry.name) else _kind(entry)
             if entry.name == OWN:
                 continue
-            kind = "hidden" if is_hidden(entry.name) else _kind(entry)
             if kind == "folder":
                 (linked if by_link or entry.is_symlink() else folders).append(entry.path)
             elif kind == "file":

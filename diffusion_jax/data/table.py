@@ -1,6 +1,6 @@
 """Tables of data sets: what is known of each picture, in small files that are mapped into memory.
 
-An importer (data/importers) reads foreign files once, and yields a Row for each picture. `write`
+An importer (data/sources) reads foreign files once, and yields a Row for each picture. `write`
 stores the rows, and Table reads them in any order. So training knows one kind of data.
 
 A table is a folder. Its card.json names the files of its parts. A part has at most PART rows:
@@ -9,11 +9,12 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
                         the file), at int64, size int64; key uint64; text list<int32>, numbers of
                         rows in the next file; weight list<float64>, unless all texts have one;
                         number_NAME float64 for each field (NaN: unreadable or missing)
-    HASH.texts.arrow    the distinct texts: text large_binary; kind uint8: a caption, the reason for
-                        which it is unusable, or the format of embeddings in a file; file, at and
-                        size, the place of these
-    HASH.names.arrow    name, image and mask large_binary, origin list<int16>, note large_binary
-    HASH.left.arrow     name and reason large_binary of files that are no rows
+    HASH.texts.arrow    the distinct texts: text large_binary; kind uint8: a caption, an Unusable
+                        error, or the format of embeddings in a file; file, at and size, the place
+                        of these
+    HASH.names.arrow    name, image, mask and note large_binary, origin list<int32>
+
+Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows.
 
 Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
 copy. It is named by its contents: equal parts of several tables are stored once, and an import that
@@ -22,16 +23,14 @@ was killed leaves no file that another import could take for a different one.
 
 import array
 import bisect
-import collections
-import contextlib
-import functools
+import copy
 import hashlib
 import itertools
 import json
 import os
-import pathlib
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +48,8 @@ from diffusion_jax.data.records import Record, Records
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
+FILE = re.compile(r"[0-9a-f]{24}\.(rows|texts|names|left)\.arrow")
+"""The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
 
@@ -87,51 +88,60 @@ class Table(Records):
     A view of a table has some of the rows, in the same order.
     """
 
-    def __init__(self, home: str | os.PathLike[str] | Mapping[str, Any]):
+    def __init__(
+        self,
+        home: str | os.PathLike[str] | Mapping[str, bytes],
+        root: str | None = None,
+        card: str = CARD,
+    ):
         """Open the table in a folder, and check its files against the card.
 
         Args:
-            home: the folder, or the table that `in_memory` made.
+            home: the folder, or the dictionary that `write` filled.
+            root: where the data set is now; None means where it was when the table was written.
+            card: the name of the card; `card_of` returns that of an earlier table in the folder.
 
         Raises:
-            FileNotFoundError: there is no table in the folder.
-            ValueError: a file is missing or has changed, or a newer version wrote the table.
+            FileNotFoundError: there is no table in the folder, or a file is missing.
+            ValueError: a file has changed, or another version wrote the table.
         """
-        self._contents = contents = home if isinstance(home, Mapping) else None
-        self.home = None if contents else files.path(home)  # pyright: ignore
-        self.card = json.loads(contents[CARD] if contents else _card(self.home))
-        open_file = functools.partial(_open, self.home, contents)
-        self._parts = [_Part(part, open_file) for part in self.card["parts"]]
+        self.home = None if isinstance(home, Mapping) else files.path(home)
+        """The folder of the table, or None if it is in memory."""
+        self.card = _read_card(home, card)
+        self.card |= {} if root is None else {"root": root}
+        self._contents = home if isinstance(home, Mapping) else {}
+        self._parts = [
+            _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
+            for part in self.card["parts"]
+        ]
+        self._left = _open(home, self.card["left"])
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
-        self._rows: np.ndarray | None = None
+        self._rows: np.ndarray | None = None  # The rows of a view.
         self._bare: Any = Unusable("no_caption", "it has no text")
 
-    def view(self, rows: Int[np.ndarray, "N"] | None, bare: str | None = None) -> "Table":
-        """Return a view of these sorted rows; None: of all. Rows without texts have `bare`."""
-        view = Table.__new__(Table)
-        vars(view).update(vars(self), _rows=rows)
-        if bare is not None:
-            view._bare = bare
+    def view(self, rows: Int[np.ndarray, "N"], bare: str | None = None) -> "Table":
+        """Return a view of these sorted rows. A row without texts has the caption `bare`."""
+        view = copy.copy(self)
+        view._rows = rows if len(rows) < self._firsts[-1] else None
+        view._bare = self._bare if bare is None else bare
         return view
 
     def whole(self) -> "Table":
-        """Return the view of all rows."""
-        return self.view(None)
+        """Return the table of which this is a view."""
+        return self.view(np.arange(self._firsts[-1]))
 
     def copy(self, home: str | os.PathLike[str]) -> None:
         """Write the whole table into another folder. It names the data set by its absolute path."""
         folder, root = files.path(home), self.card["root"]
         folder.mkdir(parents=True, exist_ok=True)
-        for part in self.card["parts"]:
-            for name, *_ in part.values():
-                content = (self._contents or {}).get(name) or (self.home / name).read_bytes()
-                files.write_whole(folder / name, content)
+        for name in files_of(self.card):
+            content = self._contents.get(name) or (self.home / name).read_bytes()
+            files.write_whole(folder / name, content)
         card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
-        files.write_whole(folder / CARD, json.dumps(card, indent=1))
+        files.write_whole(folder / CARD, _written(card))
 
-    @property
     def id(self) -> str:
-        """A digest of all rows and of the rule; equal for copies of a data set."""
+        """Return a digest of all rows with their texts. Copies of a data set have equal digests."""
         return self.card["id"]
 
     def __len__(self) -> int:
@@ -150,7 +160,7 @@ class Table(Records):
         return [self._record(row, of) for row, of in zip(found, contents, strict=True)]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the text of each row; see Records.texts."""
+        """Return the texts of the pictures. Only texts that stay in their files are read."""
         found = [self._parts[part].text(row, self) for part, row in self._inside(indices)]
         contents = reading.read([_places(text) for text in found])
         return [_joined(text, of) for text, of in zip(found, contents, strict=True)]
@@ -196,29 +206,28 @@ class Table(Records):
     def bare(self) -> Int[np.ndarray, "N"]:
         """Return the rows without any text, of the whole table."""
         parts = zip(self._parts, self._firsts, strict=False)
-        return np.concatenate([part.bare() + first for part, first in parts] or [np.zeros(0, int)])
+        return np.concatenate([part.bare() + first for part, first in parts])
 
     def lacks_number(self, field: str) -> Bool[np.ndarray, "N"]:
         """Return for each row of the whole table whether its number is missing, not just wrong."""
-        found = [part.lacks_number(field) for part in self._parts]
-        return np.concatenate(found or [np.zeros(0, bool)])
+        return np.concatenate([part.lacks_number(field) for part in self._parts])
 
     def lacks_mask(self) -> Bool[np.ndarray, "N"]:
         """Return for each row of the whole table whether it has no file with a mask."""
-        found = [part.lacks_mask() for part in self._parts]
-        return np.concatenate(found or [np.zeros(0, bool)])
+        return np.concatenate([part.lacks_mask() for part in self._parts])
 
     def left(self) -> Iterator[tuple[str, str]]:
         """Yield (name, reason) of each file that is no row, and of each picture without a text."""
-        yield from itertools.chain.from_iterable(part.left() for part in self._parts)
+        for row in range(len(self._left["name"])):
+            yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
         yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
 
     def inventory(self) -> Inventory:
-        """Return the files of the view; pictures without a text that it lacks are left out."""
+        """Return the files that were used and left out, and the pictures that a view leaves out."""
         inventory = Inventory(self.card["inventory"])
         inventory.counts[PICTURES] -= int(self._firsts[-1]) - len(self)
-        dropped = self._dropped()
-        inventory.add("no_caption", self.whole().names(dropped[:3]), len(dropped))
+        if dropped := self._dropped():
+            inventory.add("no_caption", self.whole().names(dropped[:3]), len(dropped))
         return inventory
 
     def files(self) -> list[str]:
@@ -262,43 +271,33 @@ class Table(Records):
 
 
 class _Part:
-    """The mapped columns of a part. Names and left files are mapped when they are first needed."""
+    """The mapped columns of a part."""
 
-    def __init__(self, card: Mapping[str, Any], open_file: Callable[[Any], Mapping[str, Any]]):
-        self._card, self._open = card, open_file
-        self.rows, self._texts = open_file(card["rows"]), open_file(card["texts"])
+    def __init__(self, rows: Mapping[str, Any], texts: Mapping[str, Any], names: Mapping[str, Any]):
+        self.rows, self._texts, self._names = rows, texts, names
 
     def __len__(self) -> int:
         return len(self.rows["key"])
-
-    @functools.cached_property
-    def _names(self) -> Mapping[str, Any]:
-        return self._open(self._card["names"])
-
-    def left(self) -> Iterator[tuple[str, str]]:
-        left = self._open(self._card["left"])
-        for row in range(len(left["name"])):
-            yield os.fsdecode(left["name"][row]), os.fsdecode(left["reason"][row])
 
     def files(self) -> Iterator[str]:
         """Yield the names of the files that hold one picture, mask or text each."""
         for row in np.flatnonzero(self.rows["file"] < 0).tolist():
             yield os.fsdecode(self._names["image"][row] or self._names["name"][row])
-        yield from map(os.fsdecode, filter(None, map(self._names["mask"].__getitem__, range(len(self)))))
+        for row in np.flatnonzero(~self.lacks_mask()).tolist():
+            yield os.fsdecode(self._names["mask"][row])
         alone = (self._texts["kind"] == _IN_PLACE) & (self._texts["file"] < 0)
         for number in np.flatnonzero(alone).tolist():
-            yield os.fsdecode(self._texts["text"][number].partition(b"\n")[2])
+            yield os.fsdecode(self._texts["text"][number]).partition("\0")[2]
 
     def distinct(self, column: str) -> Iterator[tuple[int, int, int]]:
         """Yield (number, count, first row) of each distinct number in a column of lists."""
         lists = self.rows["text"] if column == "text" else self._names["origin"]
-        numbers, first, counts = np.unique(lists.data, return_index=True, return_counts=True)
+        numbers, first, counts = np.unique(lists.values, return_index=True, return_counts=True)
         rows = np.searchsorted(lists.firsts, first, side="right") - 1
         yield from zip(numbers.tolist(), counts.tolist(), rows.tolist(), strict=True)
 
     def bare(self) -> np.ndarray:
-        first, last = self.rows["text"].firsts[:-1], self.rows["text"].firsts[1:]
-        return np.flatnonzero(first == last)
+        return np.flatnonzero(np.diff(self.rows["text"].firsts) == 0)
 
     def lacks_number(self, field: str) -> np.ndarray:
         missing = np.isnan(self.rows[f"number_{field}"])
@@ -331,17 +330,18 @@ class _Part:
         return Place(table.path(os.fsdecode(name)), at, size)
 
     def origins(self, row: int) -> list[int]:
-        return self._names["origin"][row].tolist()
+        return self._names["origin"][row]
 
     def text(self, row: int, table: Table) -> Any:
         """Return the text of a row, or its InPlace texts."""
-        numbers = self.rows["text"][row].tolist()
+        numbers = self.rows["text"][row]
         if not numbers:
             return table._bare
         texts = [self.distinct_text(number, table) for number in numbers]
-        weights = self.rows["weight"][row].tolist() if "weight" in self.rows else ()
+        weights = self.rows["weight"][row] if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
-            return [t._replace(weight=w) for t, w in zip(texts, weights or [1.0], strict=True)]
+            pairs = zip(texts, weights or [1.0] * len(texts), strict=True)
+            return [text._replace(weight=weight) for text, weight in pairs]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
 
     def distinct_text(self, number: int, table: Table) -> Any:
@@ -349,10 +349,9 @@ class _Part:
         if kind == _CAPTION:
             return text.decode()
         if kind == _UNUSABLE:
-            reason, _, detail = text.decode(errors="surrogateescape").partition("\n")
-            return Unusable(reason, detail)
+            return _unusable(text.decode(errors="surrogatepass"))
         file, at, size = (int(self._texts[name][number]) for name in ("file", "at", "size"))
-        format, _, name = os.fsdecode(text).partition("\n")
+        format, _, name = os.fsdecode(text).partition("\0")
         kind = reading.FILE
         if file >= 0:
             name, kind = table.card["files"][file]
@@ -361,27 +360,27 @@ class _Part:
     def _number(self, field: str, row: int) -> Any:
         number = float(self.rows[f"number_{field}"][row])
         notes = json.loads(self._names["note"][row] or b"{}")
-        return Unusable("broken_number", notes[field]) if field in notes else number
+        return _unusable(notes[field]) if field in notes else number
 
 
-class _Bytes(NamedTuple):
-    """A mapped column of large_binary."""
+class _Lists:
+    """A mapped column of lists."""
 
-    firsts: Int[np.ndarray, "N+1"]
-    data: np.ndarray
+    def __init__(self, firsts: Int[np.ndarray, "L"], values: np.ndarray):
+        self.firsts, self.values = firsts, values
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
     def __getitem__(self, row: int) -> Any:
-        return self.data[self.firsts[row] : self.firsts[row + 1]].tobytes()
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tolist()
 
 
-class _Lists(_Bytes):
-    """A mapped column of lists."""
+class _Bytes(_Lists):
+    """A mapped column of large_binary."""
 
-    def __getitem__(self, row: int) -> Any:
-        return self.data[self.firsts[row] : self.firsts[row + 1]]
+    def __getitem__(self, row: int) -> bytes:
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tobytes()
 
 
 def write(
@@ -393,6 +392,7 @@ def write(
     rule: Mapping[str, Any] = {},
     facts: Mapping[str, Any] = {},
     seen: str = "",
+    stamps: Mapping[str, str] = {},
 ) -> None:
     """Write a table. It replaces the table in the same folder once it is complete.
 
@@ -404,35 +404,62 @@ def write(
         rule: everything in the config that the rows depend on. Its "fields" name the numbers.
         facts: more that messages need, which may change until the last row is read.
         seen: a digest of the files' names, sizes and times, which is not part of the table's id.
-            Of damaged files it is not kept, because reading them again may succeed.
+            It is not kept if a file is damaged or unreadable: reading it again may succeed.
+        stamps: for each path, a text that changes with the file. Those of files with several
+            pictures are kept.
     """
-    place = None if isinstance(home, dict) else files.path(home)
-    if place:
-        place.mkdir(parents=True, exist_ok=True)
-    store = functools.partial(_store, home if place is None else place)
+    if not isinstance(home, dict):
+        home = files.path(home)
+        home.mkdir(parents=True, exist_ok=True)
     shared, parts, fields = _Shared(root), list[Any](), list(rule.get("fields", ()))
-    rows, more = iter(rows), True
-    while more:
-        chunk = itertools.islice(rows, PART)
+    rows = iter(rows)
+    while True:
         part = _Writer(shared, fields)
-        for row in chunk:
+        for row in itertools.islice(rows, PART):
             part.add(row)
-        more = len(part) == PART
         if len(part) or not parts:
-            left = inventory.take() if not more else []
-            parts.append({name: store(name, of) for name, of in part.columns(left).items()})
-    if left := inventory.take():
-        parts.append({n: store(n, of) for n, of in _Writer(shared, fields).columns(left).items()})
-    kept = {"version": _VERSION, "rule": rule, "fields": fields, "parts": parts,
-            "files": shared.files, "origins": list(shared.origins),
-            "inventory": inventory.saved()}  # fmt: skip
-    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
-    seen = "" if inventory.damaged() else seen
-    card = json.dumps(kept | {"id": digest, "root": root, "seen": seen, "facts": facts}, indent=1).encode()
-    if place is None:
-        home[CARD] = card  # pyright: ignore
+            columns = part.columns().items()
+            parts.append({kind: _store(home, kind, of) for kind, of in columns})
+        if len(part) < PART:
+            break
+    left = {"name": _Buffer(), "reason": _Buffer()}
+    for name, reason in inventory.take():
+        left["name"].add(os.fsencode(name))
+        left["reason"].add(reason.encode())
+    names = [[name for name, *_ in part.values()] for part in parts]
+    digest = hashlib.blake2b(json.dumps([names, shared.files, fields]).encode(), digest_size=16)
+    complete = not (inventory.damaged() or shared.unreadable)
+    containers = {name for name, _ in shared.files}
+    known = {shared.short(path): stamp for path, stamp in stamps.items()}
+    card = {
+        "version": _VERSION, "id": digest.hexdigest(), "root": root, "rule": rule,
+        "fields": fields, "parts": parts, "files": shared.files, "origins": list(shared.origins),
+        "left": _store(home, "left", {name: of.column() for name, of in left.items()}),
+        "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
+        "stamps": {name: stamp for name, stamp in known.items() if name in containers},
+    }  # fmt: skip
+    written = _written(card)
+    if isinstance(home, dict):
+        home[CARD] = written
     else:
-        files.write_whole(place / CARD, card)
+        for name in (card_of(card["id"]), CARD):
+            files.write_whole(home / name, written)
+
+
+def card_of(id: str) -> str:
+    """Return the name of the card of the table with this id."""
+    return f"card-{id}.json"
+
+
+def files_of(card: Mapping[str, Any]) -> set[str]:
+    """Return the names of the files of the table with this card.
+
+    Raises ValueError if one is not the name of such a file.
+    """
+    names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    if wrong := [name for name in names if not FILE.fullmatch(name)]:
+        raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
+    return names
 
 
 def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
@@ -443,10 +470,12 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
 
 
 class _Shared:
-    """What all parts of a table number: containers and origins."""
+    """The numbers that all parts of a table share: those of containers and origins."""
 
     def __init__(self, root: str):
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
+        self.unreadable = False
+        """Whether a text or number could not be read."""
         self._numbers = dict[tuple[str, str], int]()
 
     def short(self, path: str) -> str:
@@ -474,9 +503,10 @@ class _Writer:
         self._rows = new({"file": "i", "at": "q", "size": "q", "key": "Q"})
         self._numbers = new({f"number_{name}": "d" for name in fields})
         self._texts = new({"kind": "B", "file": "i", "at": "q", "size": "q"})
-        self._entries, self._weights, self._origins = (array.array(k) for k in "idh")
+        self._entries, self._weights, self._origins = (array.array(k) for k in "idi")
         self._ends, self._origin_ends = array.array("i", [0]), array.array("i", [0])
-        self._known, self._names = dict[Any, int](), collections.defaultdict[str, Any](_Buffer)
+        self._names = {name: _Buffer() for name in ("name", "image", "mask", "note")}
+        self._known = dict[Any, int]()  # The number of each distinct text.
         self._words = _Buffer()
 
     def __len__(self) -> int:
@@ -493,8 +523,7 @@ class _Writer:
         for name in self._fields:
             number = row.numbers.get(name, float("nan"))
             if isinstance(number, Unusable):
-                notes[name] = str(number).partition(": ")[2]
-                number = float("nan")
+                notes[name], number = self._note(number), float("nan")
             self._numbers[f"number_{name}"].append(number)
         texts, weights = _texts(row.text)
         for text, weight in zip(texts, weights, strict=True):
@@ -517,11 +546,10 @@ class _Writer:
             own, where = text.place.kind == reading.FILE, text.place
             file = -1 if own else self._shared.file(where.file, where.kind)
             place, kind = (file, where.at, where.size), _IN_PLACE
-            name = f"\n{self._shared.short(where.file)}" if own else ""
+            name = f"\0{self._shared.short(where.file)}" if own else ""
             content = os.fsencode(f"{text.format}{name}")
         elif isinstance(text, Unusable):
-            kind, detail = _UNUSABLE, str(text).partition(": ")[2]
-            content = f"{text.reason}\n{detail}".encode(errors="surrogateescape")
+            kind, content = _UNUSABLE, self._note(text).encode(errors="surrogatepass")
         else:
             kind, content = _CAPTION, text.encode()
         found = self._known.setdefault((kind, content, place), len(self._known))
@@ -531,21 +559,20 @@ class _Writer:
                 column.append(value)
         return found
 
-    def columns(self, left: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    def _note(self, error: Unusable) -> str:
+        self._shared.unreadable |= error.reason == "unreadable"
+        return str(error)
+
+    def columns(self) -> dict[str, Any]:
         """Return the columns of the part's files, keyed by the kind of file."""
         texts = {"text": self._words.column(), **_flat(self._texts)}
         rows = {**_flat(self._rows), **_flat(self._numbers)}
         rows["text"] = _lists(self._ends, self._entries, pyarrow.int32())
         if any(weight != 1 for weight in self._weights):
             rows["weight"] = _lists(self._ends, self._weights, pyarrow.float64())
-        names: dict[str, Any] = {n: self._names[n].column() for n in ("name", "image", "mask", "note")}
-        names["origin"] = _lists(self._origin_ends, self._origins, pyarrow.int16())
-        columns = {"name": _Buffer(), "reason": _Buffer()}
-        for of in left:
-            for column, value in zip(columns.values(), of, strict=True):
-                column.add(os.fsencode(value))
-        return {"rows": rows, "texts": texts, "names": names,
-                "left": {name: column.column() for name, column in columns.items()}}  # fmt: skip
+        names: dict[str, Any] = {name: of.column() for name, of in self._names.items()}
+        names["origin"] = _lists(self._origin_ends, self._origins, pyarrow.int32())
+        return {"rows": rows, "texts": texts, "names": names}
 
 
 class _Buffer:
@@ -591,29 +618,54 @@ def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, 
     with pyarrow.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = sink.getvalue()
-    digest = hashlib.blake2b(content, digest_size=12).hexdigest()
-    name = f"{digest}.{kind}.arrow"
-    if isinstance(home, dict):
-        home[name] = content.to_pybytes()
-    elif not (home / name).exists():
-        files.write_whole(home / name, content.to_pybytes())
-    return name, content.size, zlib.crc32(content)
-
-
-def _card(home: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=12)  # Of the values: versions of Arrow write other bytes.
+    for name, column in columns.items():
+        digest.update(f"{name} {column.type}\n".encode())
+        for buffer in filter(None, column.buffers()):
+            digest.update(buffer)
+    of = f"{digest.hexdigest()}.{kind}.arrow", content.size, zlib.crc32(content)
     try:
-        return (home / CARD).read_bytes()
+        _open(home, of)
+    except (OSError, ValueError, KeyError):  # It is missing or damaged.
+        if isinstance(home, dict):
+            home[of[0]] = content.to_pybytes()
+        else:
+            files.write_whole(home / of[0], content.to_pybytes())
+    return of
+
+
+def _read_card(home: Any, name: str) -> dict[str, Any]:
+    try:
+        in_memory = isinstance(home, Mapping)
+        written = home[name] if in_memory else (files.path(home) / name).read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no table in {home}: import the data again") from None
+    card = json.loads(written)
+    if card["version"] != _VERSION:
+        raise ValueError(f"another version wrote the table in {home}: import the data again")
+    if card.pop("check") != _check(card):
+        raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
+    return card
 
 
-def _open(home: Any, contents: Mapping[str, Any] | None, of: Sequence[Any]) -> Mapping[str, Any]:
-    """Map the columns of an Arrow file. Raises ValueError if the file is not the one on the card."""
+def _written(card: Mapping[str, Any]) -> bytes:
+    return json.dumps(card | {"check": _check(card)}, indent=1).encode()
+
+
+def _check(card: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(card, sort_keys=True).encode())
+
+
+def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
+    """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
     name, size, crc = of
-    mapped = (
-        pyarrow.py_buffer(contents[name]) if contents is not None
-        else pyarrow.memory_map(os.fspath(files.cached(home / name))).read_buffer()
-    )  # fmt: skip
+    if not FILE.fullmatch(name):
+        raise ValueError(f"the table in {home} names the file {name!r}: import the data again")
+    if isinstance(home, Mapping):
+        mapped = pyarrow.py_buffer(home[name])
+    else:
+        path = files.cached(files.path(home) / name)
+        mapped = pyarrow.memory_map(os.fspath(path)).read_buffer()
     if (mapped.size, zlib.crc32(mapped)) != (size, crc):
         raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
     with pyarrow.ipc.open_file(mapped) as reader:
@@ -635,6 +687,12 @@ def _view(column: Any) -> Any:
 
 def _beside(root: str, name: str) -> str:
     return name if "://" in name or not root else os.path.join(root, name)
+
+
+def _unusable(text: str) -> Unusable:
+    """Return the error whose message is `text`."""
+    reason, _, detail = text.partition(": ")
+    return Unusable(reason, detail)
 
 
 def _texts(text: Any) -> tuple[Sequence[Any], Sequence[float]]:

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 
 from diffusion_jax import files
 from diffusion_jax.data import records, storage
 from diffusion_jax.data.decoding import Unusable
-from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.records import check_exists, suffix_of
 from diffusion_jax.files import untrusted
 from diffusion_jax.files.user_cache import user_cache
@@ -39,7 +39,7 @@ from diffusion_jax.files.user_cache import user_cache
 KEY = "__key__"
 BLOCK = 512
 """Bytes per block of a tar. The header of a member is the block before the member's contents."""
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 _OWNER = slice(265, 297)  # The bytes of a header that hold the name of the file's owner.
 _CHECKSUM = b"crc32:"
 _TRUNCATED = "truncated_tar"
@@ -65,6 +65,10 @@ class Index(NamedTuple):
     """For each of the R records, the number of the first record with the same key."""
     inventory: Inventory
     """The files that are left out, and damaged places; see `members`."""
+    names: UInt8[np.ndarray, "_"]
+    """The names of the M files; see `unpack`."""
+    left: UInt8[np.ndarray, "_"]
+    """[name, reason] of each file that is left out, and of each damaged place; see `unpack`."""
 
 
 def write(
@@ -151,8 +155,8 @@ def scan(path: str) -> Index:
     Raises:
         ValueError: see `members`.
     """
-    inventory, latest, archive = Inventory(), dict[str, int](), 0
-    keys, seen, suffixes = list[int](), set[tuple[int, str]](), list[str]()
+    inventory, latest, archive = LeftOut(), dict[str, int](), 0
+    keys, seen, suffixes, names = list[int](), set[tuple[int, str]](), list[str](), list[str]()
     numbers = array.array("q")  # The record, offset and size of each file.
     for member in members(path, inventory):
         if member.archive != archive:
@@ -164,9 +168,22 @@ def scan(path: str) -> Index:
             record = latest[key] = len(keys) - 1
         seen.add((record, suffix))
         suffixes.append(suffix)
+        names.append(member.name)
         numbers.extend((record, member.offset, member.size))
     rows = np.array(numbers, np.int64).reshape(-1, 3)
-    return Index(rows[:, 0], np.array(suffixes, str), rows[:, 1:], np.array(keys, int), inventory)
+    return Index(
+        rows[:, 0], np.array(suffixes, str), rows[:, 1:], np.array(keys, int), inventory,
+        _pack(names), _pack(inventory.take()),
+    )  # fmt: skip
+
+
+def unpack(column: UInt8[np.ndarray, "_"]) -> list[Any]:
+    """Return the values of Index.names or Index.left, which take little memory as JSON."""
+    return json.loads(column.tobytes())
+
+
+def _pack(values: list[Any]) -> UInt8[np.ndarray, "_"]:
+    return np.frombuffer(json.dumps(values).encode(), np.uint8)
 
 
 class Member(NamedTuple):

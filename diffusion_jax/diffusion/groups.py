@@ -5,14 +5,18 @@ from typing import Annotated
 
 from diffusion_jax.config import ranges
 from diffusion_jax.config.groups import Group, group
+from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import meanflow, samplers
 from diffusion_jax.diffusion import objective as objective_module
-from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
-from diffusion_jax.diffusion.objective import MethodName, WeightName
+from diffusion_jax.diffusion.objective import Denoise, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
+
+METHODS = Table(denoise=Denoise, meanflow=meanflow.MeanFlow)
+"""The classes that diffusion.method can name in configs. They are subclasses of Denoise."""
 
 
 @group
@@ -40,12 +44,17 @@ class Diffusion(Group):
     """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
     2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
     "uncertainty" (learned during training, as in EDM2)."""
-    method: MethodName = "denoise"
+    method: Annotated[str, METHODS] = "denoise"
     """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
     noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns
     guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
 
     objective = functools.cached_property(objective_module.make)
+
+    @functools.cached_property
+    def training(self) -> Denoise:
+        """The training method that `method` names."""
+        return METHODS.bound("diffusion.method", self.method)()
 
 
 @group

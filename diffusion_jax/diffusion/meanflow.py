@@ -11,9 +11,10 @@ t - h is exactly the step above. So every network, prediction and grid works. Th
 one more token after the text.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,77 +22,76 @@ from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import precond
-from diffusion_jax.diffusion.precond import Images, Network, Precond, Sigma
+from diffusion_jax.diffusion.objective import Conditions, Denoise, Net, Noised, Objective
+from diffusion_jax.diffusion.precond import Denoiser, Images, Network, Precond, Sigma
 
 Times = Float[Array, "B"]
-Kept = Bool[Array, "B"]
-IntervalNetwork = Callable[[Any, Any, Times], Callable[[Images, Times], Images]]
-"""Maps (params, condition, h) to the network F(x, c_noise)."""
 Velocity = Callable[[Any, Any, Images, Times, Times], Images]
 """Maps (params, condition, z, t, h) to u."""
-Span = Callable[[Sigma], Times]
-"""Maps noise levels to h."""
 Share = Annotated[int | float, Interval("[0, 1]")]
 
 
-class Conditions(NamedTuple):
-    """Inputs of the network besides x and time: trees of arrays with one row per image."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanFlow(Denoise):
+    """Train a network that draws in one step (Geng et al. 2025), with guidance built in."""
 
-    mixed: Any
-    """With the empty text for the images whose text is dropped."""
-    text: Any
-    """With each image's own text."""
-    empty: Any
-    """With the empty text for all images."""
+    omega: Annotated[int | float, Interval("[0, inf)")] = 1.0
+    """Weight of the velocity v in the target. The learned guidance scale is omega / (1 - kappa)
+    (section 4.2)."""
+    kappa: Annotated[int | float, Interval("[0, 1)")] = 0.0
+    """Weight, in the target, of the network's own prediction with the text."""
+    low: Share = 0.0
+    """The smallest time t at which the velocity is guided."""
+    high: Share = 1.0
+    """The largest time t at which the velocity is guided."""
+    every: Annotated[int, Interval("[1, 1024]")] = 4
+    """In each group of `every` images of a micro-batch, one image trains the mean velocity over an
+    interval, and the others train the velocity at a single time. Choose a divisor of
+    optimizer.micro_batch: otherwise, more images train over an interval."""
+    norm_p: Share = 1.0
+    """The exponent of the adaptive weight (see norm_eps); 0 weights all images equally."""
+    norm_eps: Annotated[int | float, Interval("(0, inf)")] = 0.01
+    """The squared error e of an image is divided by (e + norm_eps)^norm_p (equation 22)."""
 
+    own_loss, takes_mask, straight = True, False, True
 
-class MeanFlow(NamedTuple):
-    """Options of MeanFlow: the guidance that the network learns, and the weight of each image.
+    def loss(
+        self, objective: Objective, net: Net, params: Any, noised: Noised
+    ) -> tuple[Float[Array, ""], Times, Sigma]:
+        """Return the loss to minimise, and each image's mean (u - v)^2 and larger noise level.
 
-    `make` describes the fields.
-    """
+        u is the mean velocity that the network predicts, and v = eps - x0. The two noise levels are
+        the ends of the image's time interval.
+        """
+        first, second = noised.sigma(0), noised.sigma(1)
+        low, high = jnp.minimum(first, second), jnp.maximum(first, second)
+        u = velocity_of(net, objective.scalings)
+        times = time_of(high), time_of(low)
+        weighted, squares = losses(
+            u, params, noised.x0, noised.eps, *times, noised.conditions, noised.kept, self
+        )
+        mean = (weighted if noised.weights is None else noised.weights * weighted).mean()
+        return mean, squares / noised.x0[0].size, high
 
-    omega: float = 1.0
-    kappa: float = 0.0
-    low: float = 0.0
-    high: float = 1.0
-    every: int = 1
-    norm_p: float = 1.0
-    norm_eps: float = 0.01
+    def measured(
+        self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma
+    ) -> Network:
+        """Return the network at h = 0, without the guidance that it has learned."""
+        h = jnp.zeros_like(sigma)
+        return unguided(net(params, text, h), net(params, empty(), h), sigma, self)
 
-
-def make(
-    *,
-    omega: Annotated[int | float, Interval("[0, inf)")] = 1.0,
-    kappa: Annotated[int | float, Interval("[0, 1)")] = 0.0,
-    low: Share = 0.0,
-    high: Share = 1.0,
-    every: Annotated[int, Interval("[1, 1024]")] = 4,
-    norm_p: Share = 1.0,
-    norm_eps: Annotated[int | float, Interval("(0, inf)")] = 0.01,
-) -> MeanFlow:
-    """Train a network that draws in one step (Geng et al. 2025), with guidance built in.
-
-    Configs name this function in diffusion.method. It returns the options of the method.
-
-    Args:
-        omega: Weight of the velocity v in the target. The learned guidance scale is
-            omega / (1 - kappa) (section 4.2).
-        kappa: Weight, in the target, of the network's own prediction with the text.
-        low: The smallest time t at which the velocity is guided.
-        high: The largest time t at which the velocity is guided.
-        every: In each group of `every` images of a micro-batch, one image trains the mean velocity
-            over an interval, and the others train the velocity at a single time. Choose a divisor
-            of optimizer.micro_batch: otherwise, more images train over an interval.
-        norm_p: The exponent of the adaptive weight (see norm_eps); 0 weights all images equally.
-        norm_eps: The squared error e of an image is divided by (e + norm_eps)^norm_p (equation 22).
-    """
-    return MeanFlow(omega, kappa, low, high, every, norm_p, norm_eps)
+    def denoiser(
+        self, net: Net, params: Any, scalings: Precond, sigmas: Float[Array, "levels"]
+    ) -> Callable[[Any], Denoiser]:
+        """Return a function that maps a condition to D, where h spans a step of the sampler."""
+        span = spans(sigmas)
+        d = lambda condition, h: precond.denoiser(net(params, condition, h), scalings)
+        return lambda condition: lambda x, sigma: d(condition, span(sigma))(x, sigma)
 
 
 def losses(
     velocity: Velocity, params: Any, x0: Images, eps: Images, t: Times, r: Times,
-    conditions: Conditions, kept: Kept, s: MeanFlow,
+    conditions: Conditions, kept: Bool[Array, "B"], s: MeanFlow,
 ) -> tuple[Times, Times]:  # fmt: skip
     """Compute each image's weighted loss, which training minimises, and each image's |u - v|^2.
 
@@ -179,11 +179,11 @@ def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Arra
     return transpose(along)[0]
 
 
-def velocity_of(network: IntervalNetwork, scalings: Precond) -> Velocity:
-    """Return the function u = (z - D) / t, where D is the denoiser that `network` computes."""
+def velocity_of(net: Net, scalings: Precond) -> Velocity:
+    """Return the function u = (z - D) / t, where D is the denoiser that `net` computes."""
 
     def velocity(params, condition, z, t, h):
-        denoise = precond.denoiser(network(params, condition, h), scalings)
+        denoise = precond.denoiser(net(params, condition, h), scalings)
         return (z - denoise(z / _each(1 - t), t / (1 - t))) / _each(t)
 
     return velocity
@@ -194,7 +194,7 @@ def time_of(sigma: Sigma) -> Times:
     return sigma / (1 + sigma)
 
 
-def spans(sigmas: Float[Array, "levels"]) -> Span:
+def spans(sigmas: Float[Array, "levels"]) -> Callable[[Sigma], Times]:
     """Return a function that maps noise levels to h.
 
     h is the difference in time t between a level and the next lower one of the grid `sigmas`.

@@ -10,14 +10,25 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, Shaped
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from diffusion_jax.config.named import Table
 from diffusion_jax.config.ranges import Interval
-from diffusion_jax.diffusion import meanflow, noise, precond
-from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
+from diffusion_jax.diffusion import noise, precond
+from diffusion_jax.diffusion.precond import (
+    DISTANCES,
+    Denoiser,
+    Distance,
+    Images,
+    Network,
+    Precond,
+    Sigma,
+)
 
 Losses = Float[Array, "B"]
+Net = Callable[..., Network]
+"""Maps (params, condition) to the network F, or (params, condition, h) if F reads MeanFlow's span.
+"""
 LEARNED_WEIGHTING = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
 NonNegative = Annotated[int | float, Interval("[0, inf)")]
@@ -33,6 +44,35 @@ class Weighting(NamedTuple):
     """Returns the initial parameters of a learned weighting. If None, the weighting is fixed."""
 
 
+class Conditions(NamedTuple):
+    """Inputs of the network besides x and time: trees of arrays with one row per image."""
+
+    mixed: Any
+    """With the empty text for the images whose text is dropped."""
+    text: Any
+    """With each image's own text."""
+    empty: Any
+    """With the empty text for all images."""
+
+
+class Noised(NamedTuple):
+    """A micro batch with the random draws of a training step, from which the loss is computed."""
+
+    x0: Images
+    """Clean images in [-1, 1], or their latents if the model works on latents."""
+    eps: Images
+    """Normal noise, which is scaled by sigma and added to x0."""
+    sigma: Callable[[int], Sigma]
+    """Draws noise levels: sigma(0) is the first level of each image, sigma(1) a second one."""
+    conditions: Conditions
+    kept: Bool[Array, "B"]
+    """True for the images whose text is not dropped."""
+    weights: Losses | None
+    """A further weight of each image, for prior preservation; None: 1."""
+    mask: Shaped[Array, "B H W"] | None
+    """255 times the weight of each pixel; None: 255."""
+
+
 class Objective(NamedTuple):
     """The training objective that a config's `diffusion` group describes."""
 
@@ -44,9 +84,7 @@ class Objective(NamedTuple):
     weighting: Weighting
     offset: float
     """The strength of offset noise (see `shifted`)."""
-    mean_flow: meanflow.MeanFlow | None = None
-    """Options of MeanFlow, whose loss is `mean_flow_loss`. If None, a denoiser is trained with
-    `loss`."""
+    method: "Denoise"
 
     @property
     def scalings(self) -> Precond:
@@ -101,44 +139,6 @@ class Objective(NamedTuple):
         weighed = self.weighting.weigh(params, sigma, scalings(sigma).c_out, losses)
         return (weighed if weights is None else weights * weighed).mean(), losses
 
-    def mean_flow_loss(
-        self, network: meanflow.IntervalNetwork, params: Any, x0: Images, eps: Images,
-        sigmas: tuple[Sigma, Sigma], conditions: meanflow.Conditions, kept: meanflow.Kept,
-        weights: Losses | None = None,
-    ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
-        """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
-
-        u is the mean velocity that the network predicts, and v = eps - x0.
-
-        Args:
-            network: Maps (params, condition, h) to the network F(x, time).
-            params: The task's parameters.
-            x0: Clean images in [-1, 1], or their latents if the model works on latents.
-            eps: Standard normal noise.
-            sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
-            conditions: The conditions of the images.
-            kept: True for the images whose text is not dropped.
-            weights: A further weight of each image, as in `loss`.
-        """
-        assert self.mean_flow is not None
-        low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
-        u = meanflow.velocity_of(network, self.scalings)
-        times = meanflow.time_of(high), meanflow.time_of(low)
-        weighted, squares = meanflow.losses(
-            u, params, x0, eps, *times, conditions, kept, self.mean_flow
-        )
-        mean = (weighted if weights is None else weights * weighted).mean()
-        return mean, squares / x0[0].size
-
-    def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
-        """Return a function that maps noise levels to the span h that MeanFlow's network reads.
-
-        `sigmas` is the sampling grid. For a noise level, h is the difference in MeanFlow's time
-        between this level and the next lower level of the grid. If the objective is not MeanFlow,
-        the network reads no span, and the result is None.
-        """
-        return meanflow.spans(sigmas) if self.mean_flow else None
-
     def errors(
         self, network: Network, x0: Images, eps: Images, sigma: Sigma
     ) -> tuple[Losses, Losses]:
@@ -154,33 +154,73 @@ class Objective(NamedTuple):
         return mean(self.distance(residual)), to_v * mean(residual**2)
 
 
+class Denoise:
+    """Train a denoiser, whose sampling takes several steps.
+
+    Other training methods are subclasses, such as meanflow.MeanFlow.
+    """
+
+    own_loss = False
+    """Whether the method's own loss ignores the objective's distance and weighting."""
+    takes_mask = True
+    """Whether the loss can have a mask."""
+    straight = False
+    """Whether D suits only samplers with straight steps (see samplers.check_method)."""
+
+    def loss(
+        self, objective: Objective, net: Net, params: Any, noised: Noised
+    ) -> tuple[Float[Array, ""], Losses, Sigma]:
+        """Return the loss to minimise, and each image's unweighted loss and noise level."""
+        sigma, network = noised.sigma(0), net(params, noised.conditions.mixed)
+        if noised.mask is not None:
+            objective = objective.masked(noised.mask)
+        arguments = noised.x0, noised.eps, sigma, noised.weights
+        return *objective.loss(params, network, *arguments), sigma
+
+    def measured(
+        self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma
+    ) -> Network:
+        """Return the network whose held-out loss is measured at the noise levels `sigma`.
+
+        `text` is the condition with the images' own texts, and empty() that with the empty text.
+        """
+        del empty, sigma
+        return net(params, text)
+
+    def denoiser(
+        self, net: Net, params: Any, scalings: Precond, sigmas: Float[Array, "levels"]
+    ) -> Callable[[Any], Denoiser]:
+        """Return a function that maps a condition to D, for a sampler with the levels `sigmas`."""
+        del sigmas
+        return lambda condition: precond.denoiser(net(params, condition), scalings)
+
+
 def make(d: Any) -> Objective:
     """Build the objective that a config's `diffusion` group describes.
 
     Raises:
         ValueError: A name is unknown, or fields do not fit together (see `bound`).
     """
-    make_noise, prediction, make_weighting, method = bound(d)
+    make_noise, prediction, make_weighting = bound(d)
     distance = DISTANCES.bound("diffusion.distance", d.distance)
     with jax.ensure_compile_time_eval():  # The objective outlives a trace that builds it.
         return Objective(
-            make_noise(), prediction, distance, make_weighting(), d.offset_noise, method()
+            make_noise(), prediction, distance, make_weighting(), d.offset_noise, d.training
         )
 
 
 def bound(d: Any) -> tuple[functools.partial, ...]:
-    """Return the functions that noise, prediction, weight and method of a `diffusion` group name.
+    """Return the functions that noise, predicts and weight of a `diffusion` group name.
 
     Raises:
         ValueError: A name is unknown, or fields do not fit together. The latter has two cases. The
             network predicts eps, but x has no signal at the last noise level, so that
-            eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
-            config's distance or weighting.
+            eps-prediction is undefined there. Or the method has a loss of its own, which would
+            ignore the config's distance or weighting.
     """
     make_noise = noise.NOISES.bound("diffusion.noise", d.noise, d)
     prediction = precond.PRECONDS.bound("diffusion.predicts", d.predicts, d)
     make_weighting = WEIGHTINGS.bound("diffusion.weight", d.weight, d)
-    method = METHODS.bound("diffusion.method", d.method)
     if make_noise.func in _NO_SIGNAL_AT_THE_END and prediction.func is precond.epsilon:
         raise ValueError(
             f"diffusion.noise is {d.noise!r}, whose last noise level has no signal, and there the "
@@ -188,12 +228,12 @@ def bound(d: Any) -> tuple[functools.partial, ...]:
             "diffusion.predicts to v or flow"
         )
     weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
-    if method.func is meanflow.make and weighted:
+    if d.training.own_loss and weighted:
         raise ValueError(
             f"diffusion.method is {d.method!r}, whose own loss ignores diffusion.distance, "
             "diffusion.weight and diffusion.min_snr: set them to l2, min_snr and 0, their defaults"
         )
-    return make_noise, prediction, make_weighting, method
+    return make_noise, prediction, make_weighting
 
 
 _NO_SIGNAL_AT_THE_END = (noise.zero_terminal_snr, noise.logit_normal, noise.uniform_flow)
@@ -275,15 +315,3 @@ WEIGHTINGS = Table(
 """The functions that diffusion.weight can name in configs. An entry "MODULE:FUNCTION" is imported
 on use."""
 WeightName = Annotated[str, WEIGHTINGS]
-
-
-def denoise() -> None:
-    """Train a denoiser, whose sampling takes several steps.
-
-    Configs name this function in diffusion.method. It returns None, because there are no options.
-    """
-
-
-METHODS = Table(denoise=denoise, meanflow=meanflow.make)
-"""The functions that diffusion.method can name in configs."""
-MethodName = Annotated[str, METHODS]

@@ -151,18 +151,17 @@ def make(s: Any) -> Method:
 
 
 def check_method(d: Any, s: Any) -> None:
-    """Raise ValueError if the sampler does not suit a model that was trained with MeanFlow.
+    """Raise ValueError if the sampler does not suit the training method, such as MeanFlow.
 
-    D of such a model is defined so that one straight (Euler) step towards D lands on the next level
-    of the grid. This suits only samplers that evaluate D once per step, add no noise and use no
-    earlier step.
+    D of a MeanFlow model is defined so that one straight (Euler) step towards D lands on the next
+    level of the grid. This suits only samplers that evaluate D once per step, add no noise and use
+    no earlier step.
 
     Args:
         d: The config's `diffusion` group.
         s: The config's `sampler` group.
     """
-    (method,) = named.calls("diffusion.method", d.method)
-    if method.name == "meanflow" and not onestep.is_straight(s.method.sampler):
+    if d.training.straight and not onestep.is_straight(s.method.sampler):
         raise ValueError(
             f"sampler.name is {s.name!r}, but a model trained with diffusion.method={d.method} "
             "needs a sampler that goes straight from level to level: set sampler.name to euler, or "

@@ -48,10 +48,10 @@ class InputPictures(NamedTuple):
 
 
 def define() -> Callable[[int], InputPictures | None]:
-    """Define the flags --image and --mask.
+    """Define the flags --image and --mask. The caller defines --strength.
 
     Return a function that takes the number of texts, and opens the pictures and masks that the
-    flags name (see `read`).
+    flags name (see `read`). It raises ValueError if there is a strength, but no picture.
     """
     images = flags.DEFINE_multi_string(
         "image", [], "A picture to draw over: one for all texts, or one for each."
@@ -62,7 +62,13 @@ def define() -> Callable[[int], InputPictures | None]:
         "A mask for --image, white at the parts to redraw and black elsewhere: one for all texts, "
         "or one for each.",
     )
-    return lambda num_texts: read(images.value, masks.value, num_texts)
+
+    def opened(num_texts: int) -> InputPictures | None:
+        if flags.FLAGS["strength"].present and not images.value:
+            raise ValueError("--strength needs a picture to draw over: give --image too")
+        return read(images.value, masks.value, num_texts)
+
+    return opened
 
 
 def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> InputPictures | None:
@@ -117,16 +123,22 @@ Picture = Image.Image | np.ndarray | jax.Array | str | os.PathLike[str]
 """A Pillow image, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path."""
 
 
-def opened(image: Picture | None, mask: Picture | None) -> InputPictures | None:
+def opened(
+    image: Picture | None, mask: Picture | None, strength: object = None
+) -> InputPictures | None:
     """Return the picture to draw over and its mask as InputPictures, or None without a picture.
 
     Raises:
-        ValueError: There is a mask without a picture, their sizes differ, or one is no picture.
+        ValueError: There is a mask or a strength without a picture, the sizes of picture and mask
+            differ, or one is no picture.
         OSError: A file is missing, or is not an image that Pillow can read.
     """
     if image is None:
-        if mask is not None:
-            raise ValueError("a mask was given without an image to draw over: give an image too")
+        for name, value in (("mask", mask), ("strength", strength)):
+            if value is not None:
+                raise ValueError(
+                    f"a {name} was given without an image to draw over: give an image too"
+                )
         return None
     image = upright(image, "RGB", "the image")
     if mask is None:

@@ -156,7 +156,7 @@ class Model:
         image: Picture | None = None,
         mask: Picture | None = None,
         low_res: Picture | None = None,
-        strength: float | Sequence[float] = 0.8,
+        strength: float | Sequence[float] | None = None,
         **values: Any,
     ) -> Drawing:
         """Draw `num_images` pictures per prompt, or, for a single prompt, one picture per seed.
@@ -175,7 +175,7 @@ class Model:
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
                 first one that enlarges.
             strength: The share of the steps to run when drawing over `image`, from 0 to 1: one
-                value for the first stage, or one per stage.
+                value for the first stage, or one per stage. Default: 0.8.
             **values: Drawing options. They have the names of the flags of `sample`. A list holds
                 one value per stage. `checkpoint=None` draws with the loaded checkpoint.
 
@@ -186,7 +186,7 @@ class Model:
             Cancelled: `progress` raised it.
         """
         prompts, seeds = _paired(prompts, seeds, seed, num_images)
-        over = input_pictures.opened(image, mask)
+        over = input_pictures.opened(image, mask, strength)
         small = None
         if low_res is not None:
             small = input_pictures.upright(low_res, "RGB", "low_res")
@@ -197,7 +197,7 @@ class Model:
         model = self.changed(
             options.by_stage(values, len(self.stages)),
             self._show if progress else None,
-            self.each_strength(strength) if over else None,
+            self.each_strength(0.8 if strength is None else strength) if over else None,
         )
         model.warn_of_words(prompts)
         if small is not None and model.enlarger is not None:

@@ -103,17 +103,22 @@ class Training:
             "close": float(close.mean()), "close_low": low, "close_high": high,
         }  # fmt: skip
 
-    def sheet(self, nearest: Nearest, draw: Redraw) -> UInt8[np.ndarray, "H W 3"]:
+    def sheet(
+        self, nearest: Nearest, draw: Redraw, prompts: Sequence[str] = ()
+    ) -> UInt8[np.ndarray, "H W 3"]:
         """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
         Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
-        pictures, the sheet has a single row of pairs, of at most 8.
+        pictures, the sheet has a single row of pairs, of at most 8. `prompts` are those of the
+        drawn pictures; () shows none.
         """
         shown = _PAIRS if len(nearest.distances) >= _PAIRS else _COLUMNS
         closest = np.argsort(nearest.distances, kind="stable")[:shown]
         real, texts = self._pictures.read(nearest.indices[closest])
         drawn = draw(closest.tolist())
         labels = [f"distance {distance:.3g}" for distance in nearest.distances[closest]]
+        if prompts:
+            labels = [f"{prompts[i]} ({label})" for i, label in zip(closest, labels, strict=True)]
         captions = [t if isinstance(t, str) else "training picture" for t in map(first, texts)]
         images, lines = [], []
         for start in range(0, len(closest), _COLUMNS):

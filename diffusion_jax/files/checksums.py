@@ -127,8 +127,8 @@ def _lists(folder: pathlib.Path) -> tuple[dict[str, tuple[int, str]], list[str]]
 def _names(folder: pathlib.Path) -> list[str]:
     """Return the names of the files that need a checksum.
 
-    The names are paths relative to `folder`. Hidden files and unfinished files, whose names end in
-    .tmp, need no checksum. Neither do FOLDER, COMMIT and METADATA.
+    The names are paths relative to `folder`. Hidden files and folders, and unfinished files, whose
+    names end in .tmp, need no checksum. Neither do FOLDER, COMMIT and METADATA.
     """
     if bucket := files.store_path(folder):
         names = bucket.objects()
@@ -137,9 +137,9 @@ def _names(folder: pathlib.Path) -> list[str]:
         names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
     wanted = []
     for name in names:
-        first, last = name.partition("/")[0], name.rpartition("/")[2]
-        is_passing = last.startswith(".") or last.endswith(".tmp")
-        if not is_passing and first not in (FOLDER, COMMIT, METADATA):
+        parts = name.split("/")
+        is_passing = any(part.startswith(".") for part in parts) or name.endswith(".tmp")
+        if not is_passing and parts[0] not in (FOLDER, COMMIT, METADATA):
             wanted.append(name)
     return sorted(wanted, key=lambda name: name.split("/"))
 

@@ -1,7 +1,9 @@
-"""Convert images of all modes to upright 8-bit sRGB."""
+"""Convert images of all modes to upright 8-bit sRGB, and correct what Pillow misreads."""
 
 import functools
 import io
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +20,30 @@ _SPACES = {
     "Lab": ("LAB",),
 }
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
+
+
+def mend(image: Image.Image, source: bytes | str | os.PathLike[str]) -> None:
+    """Correct what Pillow misreads in the header of an image. `source` is its contents or path.
+
+    Raises OSError for a JPEG 2000 of more than 8 bits per colour, whose pixels Pillow misreads.
+    """
+    if image.format == "PNG" and "transparency" in image.info:
+        # Pillow scales the pixels to 8 bits, but not the transparent colour. Of 16-bit RGB pixels,
+        # it keeps the high bytes: colours that share them with the transparent one, and so differ
+        # from it by less than 1 of 255, become transparent too.
+        colour, kind = image.info["transparency"], image.tile[0].args if image.tile else ""
+        if kind in ("L;2", "L;4"):
+            white = 2 ** int(kind[2:]) - 1
+            image.info["transparency"] = (colour & white) * (255 // white)
+        elif kind == "RGB;16B":
+            image.info["transparency"] = tuple(value >> 8 for value in colour)
+    if image.format == "JPEG2000" and image.mode != "I;16":
+        # Of deep colours, Pillow turns white into black. The byte 40 after the marker SIZ holds the
+        # bits of the first colour, less 1.
+        content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
+        depth = (content[content.find(b"\xff\x4f\xff\x51") + 42] & 127) + 1
+        if depth > 8:
+            raise OSError(f"a JPEG 2000 with {depth} bits per colour: save the image with 8 bits")
 
 
 def to_rgb(

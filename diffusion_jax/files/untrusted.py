@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile
 
+from diffusion_jax.files import rgb
 from diffusion_jax.files.remote import Remote
 
 WEB_FORMATS = ("JPEG", "PNG", "WEBP")
@@ -95,23 +96,7 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
             f"{size:,} bytes unpack to {image.width} x {image.height} pixels: an image of over "
             f"{_PIXELS:,} pixels may have {_PER_BYTE} for each byte"
         )
-    if image.format == "PNG" and "transparency" in image.info:
-        # Pillow scales the pixels to 8 bits, but not the transparent colour. Of 16-bit RGB pixels,
-        # it keeps the high bytes: colours that share them with the transparent one, and so differ
-        # from it by less than 1 of 255, become transparent too.
-        colour, kind = image.info["transparency"], image.tile[0].args if image.tile else ""
-        if kind in ("L;2", "L;4"):
-            white = 2 ** int(kind[2:]) - 1
-            image.info["transparency"] = (colour & white) * (255 // white)
-        elif kind == "RGB;16B":
-            image.info["transparency"] = tuple(value >> 8 for value in colour)
-    if image.format == "JPEG2000" and image.mode != "I;16":
-        # Of deep colours, Pillow turns white into black. The byte 40 after the marker SIZ holds the
-        # bits of the first colour, less 1.
-        content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
-        depth = (content[content.find(b"\xff\x4f\xff\x51") + 42] & 127) + 1
-        if depth > 8:
-            raise OSError(f"a JPEG 2000 with {depth} bits per colour: save the image with 8 bits")
+    rgb.mend(image, source)
     return image
 
 

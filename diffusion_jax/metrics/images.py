@@ -17,7 +17,7 @@ from diffusion_jax import files
 from diffusion_jax.data import rows, sources, storage
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.folder import masks_of
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.files import sheets, untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
@@ -46,7 +46,7 @@ def open_files(path: str) -> ImageFiles:
     if (named := sources.open_named(path)) is not None:
         return record_files(named)
     if path.endswith(".tar"):
-        return record_files(WebDataset(path, uncaptioned="drop"))
+        return record_files(open_tars(path, uncaptioned="drop"))
     return folder_files(path)
 
 

@@ -206,7 +206,7 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
     prompts = list(config["prompts"]) + sorted({*empty, *filter(None, [negative])})
     scored = settings.read(Evaluation, config.get("evaluation", {}), "evaluation")
     if scored.every and scored.prompts:
-        prompts += prompt_files.read(scored.prompts, scored.num_prompts)
+        prompts += prompt_files.read(scored.prompts, scored.num_prompts, flag="evaluation.prompts")
     elif scored.every:
         prompts += sources.own_prompts(source)
     return prompts
@@ -219,7 +219,7 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     by those of this file.
     """
     if file is not None:
-        texts = [*prompts, *prompt_files.read(file, every=True)]
+        texts = [*prompts, *prompt_files.read(file, every=True, flag="--captions")]
         return plan.CaptionList(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.

@@ -45,7 +45,8 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
     data, report, c = photos.data, photos.report, full_config(base, {})
     changes = {f"data.{name}": (getattr(data, name), "")
                for name in ("source", "path", "text", "uncaptioned")}  # fmt: skip
-    if share := held_out(photos.records):
+    share = held_out(photos.records)
+    if share:
         changes["data.heldout"] = (share, "Not trained on; diffusion_jax.verdict compares them.")
     changes["prompts"] = (prompts(photos.records), "")
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
@@ -57,9 +58,14 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
     for group in filter(c.get, ("unet", "vae")):
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         changes[f"{group}.dtype"] = (dtype, "")
-    if c["batch_size"] % jax.device_count():
-        batch_size = c["batch_size"] * jax.device_count()
+    batch_size, devices = c["batch_size"], jax.device_count()
+    if batch_size % devices:
+        batch_size *= devices
         changes["batch_size"] = (batch_size, "The base config's batch size on each device.")
+    keys = photos.records.keys(np.arange(min(len(photos.records), 4 * batch_size)))
+    if (trained := int((hashed_keys(keys) >= share).sum())) < batch_size:
+        batch_size = max(1, trained // devices) * devices
+        changes["batch_size"] = (batch_size, "A larger batch would repeat pictures.")
     if keep_shapes:
         sides = systems.read(c, c["system"]).crop_sides
         changes["data.aspect_buckets"] = (shapes.up_to(*sides), "Height and width of the crops.")

@@ -172,15 +172,14 @@ def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
     """
     s, mesh, inputs = _open(full_config(stage.base, changes))
     with inputs.batches:
-        _, key, create, _ = loop.set_up(inputs.task, s.run, s.optimizer, mesh)
-        state = jax.eval_shape(create, key)
+        state = memory.new_state(inputs.task, s.optimizer, s.run.steps)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
     limit = memory.USABLE * hardware.limit(jax.local_devices()[0])
-    largest = memory.largest_micro_batch(traced, mesh, s.run.batch_size, limit)
-    if largest < s.run.batch_size // sharding.batch_ways(mesh):
-        micro_batch = (max(1, largest), "The largest that fits in memory.")
+    plan = memory.plan(traced, mesh, s.run.batch_size, 1, limit)
+    if plan.largest < plan.samples:
+        micro_batch = (max(1, plan.largest), "The largest that fits in memory.")
         changes = {**changes, "optimizer.micro_batch": micro_batch}
-    return changes, largest > 0
+    return changes, plan.largest > 0
 
 
 def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:

@@ -265,7 +265,7 @@ def _after(
     prompt = shlex.quote(drawn[-1].settings.run.prompts[0])
     sample = f"python -m {package}.sample {workdirs} --prompt={prompt} --num_images=8"
     sample += f" --out=pictures/{name}"
-    verdict = f"python -m diffusion_jax.verdict --workdir=runs/{name}"
+    verdict = f"python -m diffusion_jax.verdict {workdirs}"
     page = f"python -m {package}.web --workdir={','.join(runs_drawn)}"
     shown = [page, f"python -m diffusion_jax.report {' '.join(runs_drawn)}"]
     if photos.report["different_texts"] < _JUDGED:

@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,8 @@ from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer, Run
 from diffusion_jax.devices import flops, sharding, traced_memory
 from diffusion_jax.devices.traced_memory import Lifetimes, TracedProgram
 from diffusion_jax.task import Task
-from diffusion_jax.train.optimizer import snapshot_every
-from diffusion_jax.train.state import TrainState
+from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
+from diffusion_jax.train.state import TrainState, init_state
 
 USABLE = 0.9
 """The share of a device's memory that arrays can use. The runtime, and gaps between arrays, take
@@ -53,6 +53,26 @@ class Traced(NamedTuple):
     """Floating-point operations per training sample, forward and backward."""
 
 
+class Plan(NamedTuple):
+    """The memory of a training step on a mesh."""
+
+    traced: Traced
+    passes: int
+    """Micro batches of each device in one step."""
+    samples: int
+    """Samples of each device in one micro batch."""
+    need: Bytes
+    largest: int
+    """Largest micro batch that fits and divides the samples of each device; 0 if none fits."""
+
+
+def new_state(task: Task, settings: Optimizer, steps: int) -> TrainState:
+    """Return the shapes of a training state at step 0. Nothing is computed."""
+    tx = make_optimizer(settings, steps)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
+    return jax.eval_shape(create, abstract_key())
+
+
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
     """Trace the loss and gradient of a task, for estimates at any batch size and on any mesh.
 
@@ -66,39 +86,49 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
     return Traced(task, state, example, traced_memory.flatten(closed.jaxpr), work)
 
 
-def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, passes: int) -> Bytes:
-    """Estimate the memory of a training step on one device.
+def plan(traced: Traced, mesh: Mesh | AbstractMesh, batch: int, passes: int, limit: float) -> Plan:
+    """Estimate the memory of a training step, and find the largest micro batch that fits.
 
-    The step has `passes` micro batches, each with `samples` samples per device.
+    Args:
+        traced: The traced step.
+        mesh: The devices.
+        batch: The global batch size, a multiple of `passes` times the devices that share it.
+        passes: The number of micro batches of each device in one step.
+        limit: The memory in bytes that arrays can use on one device.
     """
-    on_device = lambda tree: bytes_on_device(traced.task, tree, mesh)
-    parameters = on_device(traced.state.params)
-    temporary = peak(lifetimes(traced, mesh), samples)
+    share, need = batch // sharding.batch_ways(mesh), needs(traced, mesh)
+    samples = share // passes
+    return Plan(traced, passes, samples, need(samples, passes), largest(need, share, limit))
+
+
+def needs(traced: Traced, mesh: Mesh | AbstractMesh) -> Callable[[int, int], Bytes]:
+    """Return a function that estimates the memory of a training step on one device.
+
+    Its arguments are the samples per device in one micro batch, and the number of micro batches.
+    """
+    state, arrays = traced.state, lifetimes(traced, mesh)
+    trees = state.params, state.opt_state, state.ema, shapes(traced.task.frozen)
+    fixed = [bytes_on_device(traced.task, tree, mesh) for tree in trees]
     row = sum(x.dtype.itemsize * math.prod(x.shape[1:]) for x in jax.tree.leaves(traced.example))
-    return Bytes(
-        parameters=parameters,
-        optimizer=on_device(traced.state.opt_state),
-        ema=on_device(traced.state.ema),
-        frozen=on_device(shapes(traced.task.frozen)),
-        batch=row * samples * passes,
-        temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients.
-    )
+
+    def need(samples: int, passes: int) -> Bytes:
+        gradients = fixed[0] if passes > 1 else 0  # The sum over the micro batches.
+        return Bytes(*fixed, row * samples * passes, peak(arrays, samples) + gradients)
+
+    return need
 
 
-def largest_micro_batch(
-    traced: Traced, mesh: Mesh | AbstractMesh, batch_size: int, limit: float
-) -> int:
+def largest(need: Callable[[int, int], Bytes], share: int, limit: float) -> int:
     """Return the largest micro batch per device that fits into memory, or 0 if none fits.
 
-    `limit` is the memory per device in bytes. The micro batch divides each device's share of the
-    global batch.
+    `need` is the result of `needs`, and `limit` the memory per device in bytes. The micro batch
+    divides `share`, the samples per device in one step.
     """
-    share = batch_size // sharding.batch_ways(mesh)
-    need = lambda n: bytes_per_device(traced, mesh, n, share // n).total
-    if need(share) <= limit:  # Alone, it needs no memory for the sum of gradients.
+    if need(share, 1).total <= limit:  # Alone, it needs no memory for the sum of gradients.
         return share
     sizes = [n for n in range(1, share) if share % n == 0]
-    return [0, *sizes][bisect.bisect_right(sizes, limit, key=need)]
+    total = lambda n: need(n, share // n).total
+    return [0, *sizes][bisect.bisect_right(sizes, limit, key=total)]
 
 
 def drawing(task: Task, params: Any, texts: Any, rows: int) -> int:

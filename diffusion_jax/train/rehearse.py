@@ -33,7 +33,7 @@ from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
 from diffusion_jax.train.moving_average import warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, make_schedule, num_passes
-from diffusion_jax.train.state import TrainState, init_state
+from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import restore
 
 ReportLines = list[tuple[str, str]]
@@ -69,9 +69,8 @@ def rehearse(
     start, task = time.time(), inputs.task
     count = num_passes(settings, run.batch_size, mesh)
     tx = make_optimizer(settings, run.steps)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     limit = device_memory or hardware.limit(jax.local_devices()[0])
-    state = jax.eval_shape(create, memory.abstract_key())
+    state = memory.new_state(task, settings, run.steps)
     layout = sharding.shardings(state, mesh, task.rules)
     example = inputs.batches.example()
     frozen = memory.shapes(task.frozen)
@@ -90,14 +89,12 @@ def rehearse(
         with _named("the held-out loss"), programs.rehearsal():
             one = inputs.records.first()
             heldout.make_scorer(task, frozen, mesh, one, run.batch_size)(state.params)
-    samples = run.batch_size // (sharding.batch_ways(mesh) * count)
-    need = memory.bytes_per_device(traced, mesh, samples, count)
-    passes = "1 pass" if count == 1 else f"{count} passes"
+    plan = memory.plan(traced, mesh, run.batch_size, count, memory.USABLE * limit)
     begun = source.averages_from if source else manifest.read_averages_from(workdir)
     at_once = []
     if rows_drawn:
         temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
-        drawing = need._replace(batch=0, temporary=temporary)
+        drawing = plan.need._replace(batch=0, temporary=temporary)
         at_once.append(("drawn at once", _drawing_memory(drawing, rows_drawn, limit)))
     rows = [
         ("device", _devices(mesh)),
@@ -106,8 +103,12 @@ def rehearse(
         *inputs.batches.pictures.inventory().rows(),
         *([("read", _sample(inputs.batches.pictures))] if alone else []),
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
-        ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
-        ("memory", _memory(need, limit, ignore_memory)),
+        (
+            "batch",
+            f"{run.batch_size:,} images per step: {_number(count, 'pass')} of {plan.samples} "
+            f"on each device; the largest micro batch that fits is {plan.largest}",
+        ),
+        ("memory", _memory(plan, limit, ignore_memory)),
         ("arithmetic", _arithmetic(traced.flops * run.batch_size, tx, state)),
         ("drawing", drawn),
         *at_once,
@@ -289,14 +290,16 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     return f"{', '.join(shapes)}; texts of {shortest}{_number(max(lengths), 'token')}"
 
 
-def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
+def _memory(plan: memory.Plan, limit: float | int, ignore: bool) -> str:
     """Return a text with the memory that a step needs. Log a warning if it may not fit on a device.
 
     Raises ValueError if the step certainly does not fit, unless `ignore` is True.
     """
+    need = plan.need
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
     line = f"{need.total / 1e9:.2f} of {limit / 1e9:.1f} GB per device, estimated: {parts}"
-    advice = "lower optimizer.micro_batch or batch_size, or set unet.remat=True"
+    micro = f"set optimizer.micro_batch={plan.largest}" if plan.largest else "lower batch_size"
+    advice = f"{micro}, or set unet.remat=True"
     if need.total > limit / memory.USABLE and not ignore:
         raise ValueError(
             f"a training step needs about {need.total / 1e9:.2f} GB per device ({parts}), but a "

@@ -8,14 +8,12 @@ which training does not report. The rounding of the second program may differ fr
 training step.
 """
 
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
@@ -28,8 +26,8 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.files import manifest, settings_record, sheets
 from diffusion_jax.logs import run_log
 from diffusion_jax.logs.progress import Meter
-from diffusion_jax.task import Batch, Frozen, Params, Task
-from diffusion_jax.train import autotuning, loop, not_finite, step_report
+from diffusion_jax.task import Batch, Frozen
+from diffusion_jax.train import autotuning, loop, step_report
 from diffusion_jax.train.optimizer import num_passes
 from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
@@ -130,14 +128,13 @@ def replay(
     state = loop.starting_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
 
     # Train to the end of the window. Examine `step` just before it is taken.
-    first, metrics = int(state.step), {}
+    first, metrics, everywhere = int(state.step), {}, sharding.replicated(mesh)
     since = manifest.read_averages_from(workdir)
     passes = num_passes(settings, run.batch_size, mesh)
     train_step = loop.make_step(task, settings, tx, layout, passes, since)
     tuned = autotuning.find(workdir, run.deterministic)
     programs: dict[loop.BatchShapes, loop.CompiledStep] = {}
-    examine = lambda state, batch: _examine(task, passes, mesh, state, frozen, batch, key, decode)
-    modules = labels = pictures = examples = None
+    modules = pictures = examples = None
     meter = Meter("steps", end - first, name="replaying")
     for now in range(first + 1, end + 1):
         batch = to_global(next(batches), sharding.batch_sharding(mesh))
@@ -146,8 +143,12 @@ def replay(
             arguments = (state, frozen, batch, key)
             programs[shapes] = loop.compiled(train_step, arguments, tuned.options)
         if now == step:
-            modules, labels, pictures = examine(state, batch)
+            keys = image_keys(key, now - 1, run.batch_size)
+            modules, labels = step_report.examine(
+                task, state.params, frozen, batch, keys, passes, everywhere
+            )
             examples = _examples(batches, run.batch_size, labels)
+            pictures = _pictures(frozen, batch, decode, everywhere)
         state, values = programs[shapes].step(state, frozen, batch, key)
         metrics[now] = jax.device_get(values)
         meter.add()
@@ -204,48 +205,6 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
     if not any(saved <= step for saved in restore.steps(folder)):
         return None
     return restore.newest_sound(folder, until=step)
-
-
-def _examine(task: Task, passes: int, mesh, state, frozen, batch, key, decode):
-    """Return the gradient norm of each module, the labels of each example, and the pictures.
-
-    They describe a step that starts from `state`, takes `batch` in `passes` passes, and draws noise
-    from the run's key `key`. The labels are arrays [B], keyed by "sigma" and "loss". The pictures
-    are None or uint8 [B, H, W, 3].
-    """
-    everywhere = sharding.replicated(mesh)
-    gradient = not_finite.observed_gradient(task.loss, everywhere)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def add(total, params, frozen, micro, keys):
-        (_, grads), walk = gradient(params, frozen, micro, keys)
-        replicated = lambda x: jax.lax.with_sharding_constraint(x, everywhere)
-        return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, walk.labels)
-
-    keys = image_keys(key, int(state.step), len(jax.tree.leaves(batch)[0]))
-    total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
-    for micro in not_finite.micro_batches(batch, keys, passes):
-        total, of_part = add(total, state.params, frozen, *micro)
-        labels.append(jax.device_get(of_part))
-    # Micro batch i holds rows i, i + passes, ...
-    labels = jax.tree.map(lambda *rows: np.stack(rows, axis=1).reshape(-1), *labels)
-    modules = jax.jit(module_norms, static_argnums=1, out_shardings=everywhere)(total, passes)
-    modules = {name: float(norm) for name, norm in jax.device_get(modules).items()}
-    return modules, labels, _pictures(frozen, batch, decode, everywhere)
-
-
-def module_norms(total: Params, passes: int = 1) -> dict[str, jax.Array]:
-    """Return the norm of each module's mean gradient over `passes` micro batches, keyed by module.
-
-    `total` is the sum of the micro batches' gradients. A module is a child of the network. Its name
-    follows "params" in the paths of its parameters.
-    """
-    squares: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(total):
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        module = names[1 if names[0] == "params" else 0]
-        squares[module] = squares.get(module, 0.0) + jnp.sum((leaf / passes) ** 2)
-    return {module: jnp.sqrt(square) for module, square in squares.items()}
 
 
 def _pictures(frozen, batch, decode, everywhere) -> np.ndarray | None:

@@ -15,6 +15,7 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax import cli, files, runs, systems
+from diffusion_jax.data import home
 from diffusion_jax.devices import sharding
 from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs.progress import block
@@ -81,7 +82,8 @@ def run(
         finetune.check_wanted(base, s)
         s = s._replace(unet_weights=base)
     mesh = sharding.make_mesh(*s.mesh)
-    inputs = importlib.import_module(system.command).prepare(s, mesh)
+    with home.tables_of(workdir):
+        inputs = importlib.import_module(system.command).prepare(s, mesh)
     with inputs.batches:
         finetune.check_base(workdir, inputs.base)
         result = replay(inputs, s.run, s.optimizer, mesh, workdir, step, decoder(s))

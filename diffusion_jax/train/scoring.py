@@ -29,7 +29,9 @@ def open_scoring(
         ValueError or FileNotFoundError: The prompts, a reference or an extractor cannot be read.
     """
     prompts = (
-        prompt_files.read(evaluation.prompts, evaluation.num_prompts) if evaluation.prompts else []
+        prompt_files.read(evaluation.prompts, evaluation.num_prompts, flag="evaluation.prompts")
+        if evaluation.prompts
+        else []
     )
     scorer = scorers.open_scorer(source, size, prompts, evaluation)
     tokenize = open_prompts(scorer.prompts)

@@ -1,14 +1,17 @@
-"""Report the mean metrics and the speed of a training run since its last report."""
+"""Report steps of a training run: mean metrics and speed, and the modules and examples of one."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Float
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Key
 
 from diffusion_jax.config.settings import Run
 from diffusion_jax.data.pipeline import Batches
@@ -16,7 +19,8 @@ from diffusion_jax.devices import hardware
 from diffusion_jax.logs import goodput
 from diffusion_jax.logs.progress import step_line
 from diffusion_jax.logs.run_log import MetricWriter, noise_level_means
-from diffusion_jax.task import Metrics
+from diffusion_jax.task import Batch, Frozen, Metrics, Params, Task
+from diffusion_jax.train import not_finite
 
 IN_FLIGHT = 2
 """The number of steps that the host may be ahead of the devices."""
@@ -31,6 +35,52 @@ def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
     means = {name: value / len(metrics) for name, value in total.items() if np.ndim(value) == 0}
     return means | {"skipped": metrics[-1]["skipped"]} | noise_level_means(total)
+
+
+def examine(
+    task: Task,
+    params: Params,
+    frozen: Frozen,
+    batch: Batch,
+    keys: Key[Array, "B"],
+    passes: int,
+    everywhere: NamedSharding,
+) -> tuple[dict[str, float], dict[str, Float[np.ndarray, "B"]]]:
+    """Return the gradient norm of each module, and the labels of each example, of a step.
+
+    The step takes `batch` in `passes` passes, and draws the noise of each image from its key. The
+    labels are keyed by "sigma" and "loss". The results lie on all devices of `everywhere`.
+    """
+    gradient = not_finite.observed_gradient(task.loss, everywhere)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(total, params, frozen, micro, keys):
+        (_, grads), walk = gradient(params, frozen, micro, keys)
+        replicated = lambda x: jax.lax.with_sharding_constraint(x, everywhere)
+        return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, walk.labels)
+
+    total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(params), []
+    for micro in not_finite.micro_batches(batch, keys, passes):
+        total, of_part = add(total, params, frozen, *micro)
+        labels.append(jax.device_get(of_part))
+    # Micro batch i holds rows i, i + passes, ...
+    labels = jax.tree.map(lambda *rows: np.stack(rows, axis=1).reshape(-1), *labels)
+    modules = jax.jit(module_norms, static_argnums=1, out_shardings=everywhere)(total, passes)
+    return {name: float(norm) for name, norm in jax.device_get(modules).items()}, labels
+
+
+def module_norms(total: Params, passes: int = 1) -> dict[str, jax.Array]:
+    """Return the norm of each module's mean gradient over `passes` micro batches, keyed by module.
+
+    `total` is the sum of the micro batches' gradients. A module is a child of the network. Its name
+    follows "params" in the paths of its parameters.
+    """
+    squares: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(total):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        module = names[1 if names[0] == "params" else 0]
+        squares[module] = squares.get(module, 0.0) + jnp.sum((leaf / passes) ** 2)
+    return {module: jnp.sqrt(square) for module, square in squares.items()}
 
 
 class StepReport:

@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.unread import watched
-from diffusion_jax.data import prompts
+from diffusion_jax.data import home, prompts
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.devices import distributed, sharding, stop_signals
@@ -43,7 +43,7 @@ _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
 _LOCAL = (*_PATHS, "prior", "mixture", "threads")
 """Names of config fields that may differ between processes, such as the path of a local copy."""
-_OF_CONFIG = (finetune.BASE, finetune.FROZEN, vocabulary.FILE, run_log.METRICS, MEASURING)
+_OF_CONFIG = (home.RUN, finetune.BASE, finetune.FROZEN, vocabulary.FILE, run_log.METRICS, MEASURING)
 """Names of files in a workdir that depend on its config."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
@@ -108,7 +108,9 @@ def command(
                 sharding.check_batch(s.run.batch_size, s.optimizer.micro_batch, mesh)
 
                 # Open the data, the text encoder, and the measurements during training.
-                inputs = prepare(s, mesh)
+                begun = runs.has_checkpoint(workdir)
+                with home.tables_of(workdir, begun) as tables:
+                    inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
                 check_data(inputs.batches.digests)
                 inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
@@ -118,7 +120,7 @@ def command(
 
                 # Check that the workdir belongs to this run. Trace everything the run will compute.
                 runs.claim(workdir, values, write=False)
-                if runs.has_checkpoint(workdir):
+                if begun:
                     finetune.check_base(workdir, inputs.base)
                     finetune.check_frozen(workdir, inputs.task.frozen)
                 report = rehearse(
@@ -138,6 +140,8 @@ def command(
                 if runs.claim(workdir, values) and jax.process_index() == 0:
                     for name in _OF_CONFIG:  # These belong to the config that was replaced.
                         (workdir / name).unlink(missing_ok=True)
+                if jax.process_index() == 0:
+                    tables.write()
                 finetune.keep_base(workdir, inputs.base)
                 finetune.keep_frozen(workdir, inputs.task.frozen)
                 weights = values.get("unet", {}).get("weights", "")

@@ -7,9 +7,11 @@ from jax.sharding import AbstractMesh
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.train import memory
+from diffusion_jax.train.memory import Traced
 from launch.accelerators import Target
 from launch.planner import estimate
-from launch.planner.estimate import Step, TracedModel
+from launch.planner.estimate import Step
+from launch.planner.tasks import PlannedTask
 
 
 class MeshChoice(NamedTuple):
@@ -37,7 +39,11 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 
 
 def best(
-    traced: TracedModel, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
+    model: PlannedTask,
+    traced: Traced,
+    target: Target,
+    mfu: float,
+    shapes: list[tuple[int, int]] | None = None,
 ) -> MeshChoice | None:
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
@@ -45,30 +51,30 @@ def best(
     `mfu` is the assumed model FLOP utilization. Step times assume that no communication overlaps
     with arithmetic.
     """
-    choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
+    choices = (_choice(model, traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 
 
 def _choice(
-    traced: TracedModel, target: Target, shape: tuple[int, int], mfu: float
+    model: PlannedTask, traced: Traced, target: Target, shape: tuple[int, int], mfu: float
 ) -> MeshChoice | None:
-    mesh = AbstractMesh((*shape, 1), sharding.AXES)
-    if traced.model.run.batch_size % sharding.batch_ways(mesh):
+    mesh, batch = AbstractMesh((*shape, 1), sharding.AXES), model.run.batch_size
+    if batch % sharding.batch_ways(mesh):
         return None
     limit = memory.USABLE * target.kind.memory
-    micro = memory.largest_micro_batch(traced.step, mesh, traced.model.run.batch_size, limit)
-    if not micro:
+    plan = memory.plan(traced, mesh, batch, 1, limit)
+    if not plan.largest:
         return None
-    changed = estimate.with_micro_batch(traced, micro)
-    exchanges = estimate.collectives(changed, mesh)
-    step = estimate.step_time(changed, mesh, target, mfu, exchanges)
-    need = estimate.bytes_per_device(changed, mesh).total
-    return MeshChoice(mesh, micro, estimate.passes(changed.model, mesh), step, need)
+    plan = memory.plan(traced, mesh, batch, plan.samples // plan.largest, limit)
+    exchanges = estimate.collectives(model, plan, mesh)
+    step = estimate.step_time(model, traced, mesh, target, mfu, exchanges)
+    return MeshChoice(mesh, plan.samples, plan.passes, step, plan.need.total)
 
 
 def advise(
-    traced: TracedModel,
-    with_remat: Callable[[], TracedModel],
+    model: PlannedTask,
+    traced: Traced,
+    with_remat: Callable[[], Traced],
     target: Target,
     mfu: float,
     current: Mapping[str, Any],
@@ -80,9 +86,9 @@ def advise(
     the arithmetic, and the advice is for this model.
     """
     tried, remat = traced, False
-    if (choice := best(traced, target, mfu)) is None:
+    if (choice := best(model, traced, target, mfu)) is None:
         tried, remat = with_remat(), True
-        choice = best(tried, target, mfu)
+        choice = best(model, tried, target, mfu)
     if choice is None:
         return (
             "nothing fits on these devices, not even one sample each with rematerialization: "
@@ -96,12 +102,10 @@ def advise(
     text += "; without rematerialization not even one sample fits" * remat
     if choice.mesh.shape["fsdp"] == 1:
         return text
-    data_parallel = best(tried, target, mfu, [(target.devices, 1)])
+    data_parallel = best(model, tried, target, mfu, [(target.devices, 1)])
     if data_parallel:
         return f"{text}; plain data parallelism takes {_cost(data_parallel, target)}"
-    need = estimate.bytes_per_device(
-        estimate.with_micro_batch(tried, 1), AbstractMesh((target.devices, 1, 1), sharding.AXES)
-    )
+    need = memory.needs(tried, AbstractMesh((target.devices, 1, 1), sharding.AXES))(1, 1)
     state = need.total - need.temporary - need.batch
     return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from diffusion_jax.devices import sharding, traced_memory
 from diffusion_jax.precache import store
 from diffusion_jax.train import memory, optimizer
-from diffusion_jax.train.memory import Bytes
+from diffusion_jax.train.memory import Traced
 from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import tasks, traffic
@@ -19,18 +19,6 @@ from launch.planner.tasks import PlannedTask
 from launch.planner.traffic import Collective
 
 _TOKENS, _CAPTION = 25, 100  # Assumed length of an average caption: in T5 tokens, and in bytes.
-
-
-class TracedModel(NamedTuple):
-    """Model of a config, and a traced (not compiled) program of its loss and gradient."""
-
-    model: PlannedTask
-    step: memory.Traced
-
-    @property
-    def flops(self) -> float:
-        """FLOPs per training sample, forward and backward."""
-        return self.step.flops
 
 
 class Step(NamedTuple):
@@ -55,110 +43,71 @@ class Step(NamedTuple):
         return sum(self)
 
 
-def trace(model: PlannedTask) -> TracedModel:
+def trace(model: PlannedTask) -> Traced:
     """Trace the loss and its gradient, which takes seconds because nothing is compiled.
 
     One trace serves for all batch sizes and meshes.
     """
-    return TracedModel(model, memory.trace(model.task, model.state, model.example))
+    return memory.trace(model.task, model.state, model.example)
 
 
-def passes(model: PlannedTask, mesh: AbstractMesh) -> int:
-    """Return the number of passes (micro batches) per step.
-
-    Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
-    """
-    return optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
-
-
-def local_batch(model: PlannedTask, mesh: AbstractMesh) -> int:
-    """Return the number of samples per device and pass: the micro batch.
-
-    Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
-    """
-    return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
-
-
-def bytes_per_device(traced: TracedModel, mesh: AbstractMesh) -> Bytes:
-    """Return the bytes per device by purpose; temporary memory is estimated from the trace."""
-    model = traced.model
-    return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
-
-
-def largest_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
+def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
     """Return the largest global batch size that fits into memory without gradient accumulation.
 
     `limit` is the memory per device in bytes. The result is 0 if not even one sample fits.
     """
-    arrays, one_sample = (
-        memory.lifetimes(traced.step, mesh),
-        memory.bytes_per_device(traced.step, mesh, 1, 1),
-    )
-    fixed = one_sample.total - one_sample.temporary - one_sample.batch
-    need = lambda samples: fixed + samples * one_sample.batch + memory.peak(arrays, samples)
-    return bisect.bisect_right(range(1, 2**20), limit, key=need) * sharding.batch_ways(mesh)
+    need = memory.needs(traced, mesh)
+    total = lambda samples: need(samples, 1).total
+    return bisect.bisect_right(range(1, 2**20), limit, key=total) * sharding.batch_ways(mesh)
 
 
-def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
-    """Return the traced model with micro batches of `samples` samples per device."""
-    settings = traced.model.optimizer._replace(micro_batch=samples)
-    return traced._replace(model=traced.model._replace(optimizer=settings))
-
-
-def collectives(traced: TracedModel, mesh: AbstractMesh) -> list[Collective]:
+def collectives(model: PlannedTask, plan: memory.Plan, mesh: AbstractMesh) -> list[Collective]:
     """Return the collectives of a train step, estimated from the sharding of the parameters.
 
     Parameters are gathered, and gradients summed, once per micro batch. If the mesh has a tensor
     axis, activations are summed over it.
     """
-    model, program = traced.model, traced.step.program
+    program = plan.traced.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
     sizes = tuple(mesh.shape[axis] for axis in sharding.AXES)
     exchanges = traffic.of_state(model.state.params, layout, sizes, model.itemsize)
     if mesh.shape["tensor"] > 1:
         over_tensor = memory.inputs_over("tensor", program, jax.tree.leaves(layout))
         _, summed = traced_memory.split(program, over_tensor)
-        size = (
-            sum(traced_memory.size(program, v) for v in summed)
-            // memory.SAMPLES
-            * local_batch(model, mesh)
-        )
+        size = sum(traced_memory.size(program, v) for v in summed) // memory.SAMPLES * plan.samples
         groups = np.arange(mesh.size).reshape(-1, mesh.shape["tensor"])
         exchanges.append(traffic.Collective("all-reduce", size, groups))
-    times = passes(model, mesh)
-    return [c._replace(size=c.size * times) for c in exchanges]
+    return [c._replace(size=c.size * plan.passes) for c in exchanges]
 
 
 def step_time(
-    traced: TracedModel,
+    model: PlannedTask,
+    traced: Traced,
     mesh: AbstractMesh,
     target: Target,
     mfu: float,
     exchanges: list[Collective],
-    update: float | None = None,
 ) -> Step:
     """Predict the seconds of a train step.
 
     `mfu` is the assumed model FLOP utilization of one device, and `exchanges` are the collectives
-    of the step. If `update` is given, it replaces the predicted seconds of the parameter update.
+    of the step.
     """
-    model, kind = traced.model, target.kind
-    samples = model.run.batch_size // sharding.batch_ways(mesh)
+    kind, samples = target.kind, model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
-    if update is None:
-        local_bytes = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
-        traffic_bytes = 2 * local_bytes(model.state) + local_bytes(model.state.params)
-        update = traffic_bytes / kind.memory_bandwidth
+    local_bytes = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
+    traffic_bytes = 2 * local_bytes(model.state) + local_bytes(model.state.params)
+    update = traffic_bytes / kind.memory_bandwidth
     return Step(arithmetic, update, traffic.seconds(exchanges, target))
 
 
 def plan(
-    traced: TracedModel,
+    model: PlannedTask,
+    traced: Traced,
     target: Target,
     *,
     mfu: float,
     pictures: int,
-    update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
     """Return the plan of a training run as a dict that can be written as JSON.
@@ -170,34 +119,30 @@ def plan(
     Args:
         mfu: Assumed model FLOP utilization of one device.
         pictures: Number of pictures in the data set.
-        update: Seconds of the parameter update, in place of the prediction.
         compiled: Source of temporary memory and communication; by default, both are estimated.
     """
-    model, mesh = traced.model, accelerators.mesh_over(traced.model.mesh, target.devices)
-    facts = compiled or Compiled(None, collectives(traced, mesh))
-    temporary, exchanges = facts.temporary, facts.collectives
-    need = bytes_per_device(traced, mesh)
-    modelled = need.temporary
-    if temporary is not None:
-        need = need._replace(temporary=temporary)
+    mesh = accelerators.mesh_over(model.mesh, target.devices)
     limit = memory.USABLE * target.kind.memory
-    step = step_time(traced, mesh, target, mfu, exchanges, update)
     batch, steps = model.run.batch_size, model.run.steps
+    passes = optimizer.num_passes(model.optimizer, batch, mesh)
+    planned = memory.plan(traced, mesh, batch, passes, limit)
+    facts = compiled or Compiled(None, collectives(model, planned, mesh))
+    temporary, exchanges = facts.temporary, facts.collectives
+    need = planned.need if temporary is None else planned.need._replace(temporary=temporary)
+    step = step_time(model, traced, mesh, target, mfu, exchanges)
     hours = step.exposed * steps / 3600
     return {
         "target": {"kind": target.name, "devices": target.devices, "slices": target.slices},
         "mesh": dict(mesh.shape),
         "parameters": tasks.parameters(model),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},
-        "temporary_modelled": modelled,
+        "temporary_modelled": planned.need.temporary,
         "memory_source": "model" if temporary is None else "compiled",
         "fits": need.total <= limit,
         "batch": batch,
-        "accumulate": passes(model, mesh),
-        "micro_batch": local_batch(model, mesh),
-        "largest_micro_batch": memory.largest_micro_batch(
-            traced.step, mesh, model.run.batch_size, limit
-        ),
+        "accumulate": planned.passes,
+        "micro_batch": planned.samples,
+        "largest_micro_batch": planned.largest,
         "largest_batch": largest_batch(traced, mesh, limit),
         "tflop_per_sample": traced.flops / 1e12,
         "bytes_sent": traffic.bytes_by_kind(exchanges),

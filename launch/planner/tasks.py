@@ -12,8 +12,7 @@ from diffusion_jax import systems
 from diffusion_jax.config.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.train import memory
-from diffusion_jax.train.optimizer import make_optimizer
-from diffusion_jax.train.state import TrainState, init_state
+from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import lora
 from launch.planner import encoders
 
@@ -56,10 +55,6 @@ def read(config: Mapping[str, Any]) -> PlannedTask:
     if s.lora.rank:
         base = jax.eval_shape(task.init, memory.abstract_key())
         task = lora.adapt(task, {"params": base["params"]}, s.lora)
-    tx = make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: init_state(
-        task.init(key), tx, s.optimizer.ema_decays, s.optimizer.ema_widths
-    )
     return PlannedTask(
         task=task,
         run=s.run,
@@ -68,7 +63,7 @@ def read(config: Mapping[str, Any]) -> PlannedTask:
         example={**example, **encoder.tokenize(["a cat"])},
         stored=_stored(example, s.data.resize),
         itemsize=jnp.dtype(s.unet.dtype).itemsize,
-        state=jax.eval_shape(create, memory.abstract_key()),
+        state=memory.new_state(task, s.optimizer, s.run.steps),
         notes=notes,
     )
 

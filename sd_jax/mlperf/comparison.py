@@ -22,7 +22,7 @@ def check_alike(runs: Sequence[Result]) -> int:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise ValueError(
             f"{first} has batch size {a}, but {second} has batch size {b}: name only runs with the "
-            "same batch size, or use --tables"
+            "same batch size"
         )
     return runs[0].batch_size
 

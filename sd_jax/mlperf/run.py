@@ -33,7 +33,7 @@ from sd_jax.mlperf.benchmark import Evaluate
 from sd_jax.mlperf.mllog import Event
 from sd_jax.settings import Settings, read_settings
 from sd_jax.task import example, make_task
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.opened import read_vae
 
 MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 

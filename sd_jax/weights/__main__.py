@@ -29,7 +29,9 @@ import sys
 from absl import flags
 
 from diffusion_jax import cli, files, runs
-from sd_jax.weights import checkpoints, lora_files, trained
+from diffusion_jax.config import picture_fields
+from diffusion_jax.weights import finetune
+from sd_jax.weights import checkpoints, lora_files, opened, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo|
            flax|diffusers|kohya] [--ema=ema|raw] [--config=YAML] [--norm_groups=16]
@@ -86,15 +88,17 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     Raises ValueError if the checkpoint that is read back from `target` differs from `source`.
     """
     target = files.path(target)
-    is_run = runs.is_workdir(source)
+    workdir, _ = finetune.at_step(source)
+    is_run = runs.is_workdir(workdir)
     if is_run and _NAMES.value in lora_files.DIALECTS:
         trained.write_lora(source, target, _NAMES.value, _EMA.value)
         print(f"{target}: only what the run trained, with the names of {_NAMES.value}")
         return
     if is_run:
-        checkpoint = trained.to_checkpoint(source, _EMA.value, _BASE.value)
-    else:
-        checkpoint = checkpoints.load(source, _EMA.value, _GROUPS.value, config=_CONFIG.value)
+        picture_fields.refuse(runs.load(workdir)["data"].get("fields", ()), workdir)
+    checkpoint = opened.open_weights(
+        source, ema=_EMA.value, config=_CONFIG.value, norm_groups=_GROUPS.value, base=_BASE.value
+    )
     checkpoint = lora_files.apply(_LORA.value, checkpoint)
     for line in checkpoint.report:
         print(line)

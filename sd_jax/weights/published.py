@@ -25,7 +25,7 @@ from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, embedding_files, lora_files, schedulers
 from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.opened import read_vae
 from sd_jax.weights.text import TextPart
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)

@@ -1,4 +1,4 @@
-"""Open a Stable Diffusion run as a model that draws, or as a checkpoint to convert."""
+"""Open a Stable Diffusion run as a model that draws, or write its LoRA factors."""
 
 import functools
 import os
@@ -7,23 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.config import picture_fields
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
 from diffusion_jax.draw import stage as stage_module
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.stage import Stage
 from diffusion_jax.text.encoder import LEARNED_WORD, read_learned
-from diffusion_jax.weights import finetune, lora, pretrained
+from diffusion_jax.weights import finetune, lora
 from sd_jax import task, textual_inversion
-from sd_jax import vae as vae_module
 from sd_jax.sampling import make_sampler_inputs
 from sd_jax.settings import Settings, check_pipeline
-from sd_jax.unet import UNet
-from sd_jax.weights import checkpoints, embedding_files, lora_files, names, schedulers
-from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.initial import of_run, read_unet, read_vae
-from sd_jax.weights.text import from_folder
+from sd_jax.weights import embedding_files, lora_files, names
+from sd_jax.weights.opened import read_unet, read_vae
 
 
 def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> Stage:
@@ -86,36 +81,6 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
 
 read_run = functools.partial(stage_module.read_run, system="sd_jax")
 """(workdir, fields) -> the Settings of a run, as in stage.read_run."""
-
-
-def to_checkpoint(
-    workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
-) -> Checkpoint:
-    """Return a run's UNet, and the VAE and CLIP text encoder that the run's config names.
-
-    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
-    default, from the path in the run's config. `ema` is "raw", the name of an average such as
-    "0.9999", or "ema" for the average with the largest decay.
-    """
-    s = read_run(workdir)
-    picture_fields.refuse(s.data.fields, workdir)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = of_run(workdir, s.unet, s.text.width, ema, base=base)
-    plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}
-    unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
-    vae = text = None
-    if s.vae_weights:
-        vae = VAEPart(s.vae.clone(dtype=jnp.float32), read_vae(s.vae_weights, s.vae))
-    if s.text.encoder.startswith("clip") and s.text.weights:
-        text = from_folder(pretrained.locate(s.text.weights))
-    report = [f"{workdir}: the UNet{', the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
-    size = s.latents.image_size // vae_module.factor(s.vae)
-    zero_snr = s.diffusion.noise == schedulers.ZERO_SNR
-    scheduler = checkpoints.ddim(zero_snr) if zero_snr else None
-    return Checkpoint(
-        unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler,
-        s.latents.shift,
-    )  # fmt: skip
 
 
 def write_lora(

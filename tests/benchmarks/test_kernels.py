@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import forms, group_norm_kernel
+from benchmarks.profile import hlo
 from diffusion_jax.nn import ops
-from launch.planner import hlo
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
 from diffusion_jax.precache import store
 from diffusion_jax.weights import restore
-from tests import emulators
+from tests import emulators, shared
 from tests.campaign import damages, disturbances
 from tests.campaign.damages import Damage
 from tests.diffusion_jax.text import tiny_weights
@@ -168,10 +168,8 @@ def run_result(out: pathlib.Path) -> Result:
     lines = run_log.read_metrics(out / "run" / run_log.METRICS)
     steps = list(dict.fromkeys(line["step"] for line in lines))
     assert steps == list(range(1, STEPS + 1)), "lines of the metrics"
-    # Speed and skipped records depend on the process.
-    own = lambda name: name == "images_per_second" or name.startswith("data/")
-    keep = [{k: v for k, v in line.items() if not own(k)} for line in lines]
-    return {**arrays(out / "run"), "metrics": json.dumps(keep).encode(), "samples": samples(out)}
+    metrics = json.dumps(shared.exact(lines)).encode()
+    return {**arrays(out / "run"), "metrics": metrics, "samples": samples(out)}
 
 
 def in_bucket(out: pathlib.Path) -> str:

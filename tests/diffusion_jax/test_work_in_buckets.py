@@ -13,8 +13,8 @@ from diffusion_jax import files
 from diffusion_jax.config.settings import Text
 from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
-from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import remote
 from diffusion_jax.precache import fill, lookup, store
@@ -104,7 +104,7 @@ def test_a_store_of_texts_in_a_bucket_matches_one_in_a_folder(bucket, tmp_path, 
 def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path, format):
     pictures = digits.write_examples(tmp_path / "pictures", 10, size=8)
     (pictures / "00003.png").write_bytes(b"GIF89a")
-    records = Folder(pictures, uncaptioned="drop")
+    records = open_folder(pictures, uncaptioned="drop")
     how = {"num": 2, "format": format, "identity": {"path": "pictures"}}
     reshard.reshard(records, tmp_path / "out", **how)
     assert finish(lambda: reshard.reshard(records, bucket, **how), 3)[1] >= 1
@@ -112,7 +112,7 @@ def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path,
     if format == "webdataset":
         counted = [index.index(str(place), "txt") for place in (bucket, tmp_path / "out")]
         assert counted[0] == counted[1] and counted[0]["records"] == 9
-        in_bucket, in_folder = WebDataset(str(bucket)), WebDataset(tmp_path / "out")
+        in_bucket, in_folder = open_tars(str(bucket)), open_tars(tmp_path / "out")
         assert [r.image for r in in_bucket.read(range(9))] == [
             r.image for r in in_folder.read(range(9))
         ]

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pathlib
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -34,6 +35,13 @@ FASTER = {
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in FASTER.items())
+
+HANDLERS = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Python's handlers in the foreground. In the background or under nohup, some are SIG_IGN."""
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(SLOW_IMPORTS)

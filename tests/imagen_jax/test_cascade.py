@@ -9,6 +9,7 @@ from PIL import Image
 
 import imagen_jax
 from configs import base64_500m, sr256_600m, sr1024_600m
+from diffusion_jax import verdict
 from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
@@ -196,3 +197,22 @@ def test_stages_that_do_not_fit_together_are_one_line_errors(
     assert ended.code == 2, ended.err
     assert message.format(**names) in ended.err
     assert "Traceback" not in ended.err and not out.exists()
+
+
+@pytest.mark.slow
+def test_verdict_compares_the_losses_of_all_stages_and_the_pictures_of_the_last(
+    trained, enlarger, tmp_path
+):
+    sheet = tmp_path / "sheet.png"
+    rows = [*verdict.verdict([trained, enlarger], "", sheet)]
+    assert [name for name, _ in rows] == ["model", "loss", "model", "loss", "sheet", "distance"]
+    assert str(trained) in rows[0][1] and str(enlarger) in rows[2][1]
+    with Image.open(sheet) as pairs:  # 64 pixels, shown at 128.
+        pixels = np.asarray(pairs.crop((4, 4, 132, 132))).reshape(64, 2, 64, 2, 3)
+    np.testing.assert_array_equal(pixels[:, 0, :, 0], pixels[:, 1, :, 1])
+    assert (pixels[::4] != pixels[1::4]).any()  # Not 16 pixels, enlarged.
+    with pytest.raises(ValueError, match=f"{trained} does not enlarge pictures of 64x64"):
+        [*verdict.verdict([enlarger, trained], "", sheet)]
+    # Pictures that a stage enlarges alone are its training pictures, so they are no copies.
+    alone = [name for name, _ in verdict.verdict([enlarger], "", sheet)]
+    assert alone == ["model", "loss", "sheet"]

@@ -4,14 +4,13 @@ import re
 import shlex
 import threading
 
-import jax
 import pytest
 from PIL import Image
 
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.start import stages, start_command
 from diffusion_jax.start.changes import full_config
-from diffusion_jax.train import loop, memory
+from diffusion_jax.train import memory
 from imagen_jax import start
 from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
@@ -55,10 +54,9 @@ STAGES = [stage for candidate in start.candidates() for stage in candidate.stage
 def test_gflop_of_a_stage_is_that_of_its_training_step(tmp_path, stage):
     digits.write_examples(tmp_path, 2, size=256)
     own = {"data.source": ("folder", ""), "data.path": (str(tmp_path), "")}
-    s, mesh, inputs = stages._open(full_config(stage.base, own))
+    s, _, inputs = stages._open(full_config(stage.base, own))
     with inputs.batches:
-        _, key, create, _ = loop.set_up(inputs.task, s.run, s.optimizer, mesh)
-        state = jax.eval_shape(create, key)
+        state = memory.new_state(inputs.task, s.optimizer, s.run.steps)
         traced = memory.trace(inputs.task, state, inputs.batches.example())
     assert f"{traced.flops / 1e9:.2g}" == f"{stage.gflop:g}"
 

@@ -6,11 +6,14 @@ import re
 import shutil
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 from diffusion_jax import heldout, runs, verdict
+from diffusion_jax.metrics.judges import judge as judges
 from tests.imagen_jax import commands
 
 
@@ -24,8 +27,16 @@ def holding_out(trained, tmp_path_factory):
     return folder
 
 
+def digits_and_captions(workdir):
+    """Eight training pictures of a run, and their different captions."""
+    pictures = heldout.open_run(pathlib.Path(workdir)).inputs.batches.pictures
+    images, captions = pictures.read(np.arange(40))
+    rows = [captions.index(text) for text in sorted(set(captions))[:8]]
+    return images[rows], [captions[row] for row in rows]
+
+
 def test_the_held_out_loss_is_beside_the_loss_on_training_pictures(holding_out, tmp_path):
-    rows = dict(verdict.verdict(holding_out, "", tmp_path / "sheet.png"))
+    rows = dict(verdict.verdict([holding_out], "", tmp_path / "sheet.png"))
     (measured,) = heldout.measure_run(pathlib.Path(holding_out), weights=["ema"])
     new, old = re.findall(r"[\d.]+(?= on 12)", rows["loss"].replace(" against", ""))
     assert float(new) == pytest.approx(measured["loss"], rel=1e-2)  # Three digits are shown.
@@ -35,12 +46,12 @@ def test_the_held_out_loss_is_beside_the_loss_on_training_pictures(holding_out, 
 
 
 def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path, monkeypatch):
-    def copied(opened, params):
+    def copied(opened, *_):
         images, _ = verdict._spread(opened.inputs.batches.pictures).read(np.arange(8))
         return images, ["a"] * 8
 
     monkeypatch.setattr(verdict, "_drawn", copied)
-    rows = dict(verdict.verdict(holding_out, "", tmp_path / "sheet.png"))
+    rows = dict(verdict.verdict([holding_out], "", tmp_path / "sheet.png"))
     number = r"(\S+) from the nearest training picture, and held-out pictures (\S+): it copies"
     found = re.search(number, rows["distance"])
     assert found and float(found[1]) < 0.05 < float(found[2])  # Differences of float32 squares.
@@ -49,6 +60,27 @@ def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path
     step = pixels.shape[0] // 2  # The pictures of both rows are equal, but not their captions.
     drawn, nearest = (pixels[top : top + 128, 4:-4] for top in (4, 2 + step))
     np.testing.assert_array_equal(drawn, nearest)
+
+
+def test_a_judge_counts_the_drawn_pictures_that_fit_their_captions(
+    holding_out, tmp_path, monkeypatch
+):
+    params = {
+        "image": judges.IMAGE.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"],
+        "text": judges.TEXT.init(jax.random.key(1), jnp.zeros((1, 8), jnp.uint32))["params"],
+    }
+    images, captions = digits_and_captions(holding_out)
+    pairs, card = (judges.Pair(images, captions),) * 2, {"size": 32, "max_tokens": 8}
+    judges.save(judges.of_params(params, 32, 8, captions, pairs, card), tmp_path / "judge")
+    read = judges.reader(judges.load(tmp_path / "judge"), captions)
+    # Exchange captions until the judge, which knows nothing, finds some of them right.
+    nearest = [
+        max(captions, key=lambda text: read(image[None], [text])[1].sum()) for image in images
+    ]
+    shown = [*nearest[:6], *(next(t for t in captions if t != n) for n in nearest[6:])]
+    monkeypatch.setattr(verdict, "_drawn", lambda *_: (images, shown))
+    rows = dict(verdict.verdict([holding_out], str(tmp_path / "judge"), tmp_path / "sheet.png"))
+    assert rows["captions"].startswith("6 of 8 drawn pictures fit theirs")
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,8 @@ def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
          "batch_size 4096 is not divisible by replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
         ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),
+        (("--job=launch/jobs/scalin.py",),
+         "'launch/jobs/scalin.py': did you mean launch/jobs/scaling.py?"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2': there is no such file"),
     ],
 )  # fmt: skip

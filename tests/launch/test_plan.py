@@ -133,6 +133,12 @@ def test_plans_that_are_impossible_are_one_line_errors(arguments, message):
     assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
 
 
+def test_a_config_of_an_autoencoder_is_a_one_line_error():
+    ended = commands.run("launch.plan", "--config=configs/sd64_vae.py", "--target=v5e:1x1")
+    assert ended.code == 2 and "sd_jax.vae, which cannot be planned" in ended.err
+    assert "Traceback" not in ended.err
+
+
 def test_the_plan_says_if_the_model_does_not_fit_and_suggests_settings():
     big = ("--config=configs/quickstart.py", "--config.batch_size=8388608", "--target=v5e:2x2")
     ended = commands.run("launch.plan", *big, "--fast")

@@ -18,7 +18,7 @@ from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
 from sd_jax.drawing import File
 from sd_jax.settings import read_settings
-from sd_jax.weights import checkpoints, lora_files, published, trained
+from sd_jax.weights import checkpoints, lora_files, opened, published
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
@@ -115,7 +115,7 @@ def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     model = drawing.load(run, steps=2)
     images = model.draw(["a red one"], seeds=[3]).images
     assert (images.shape, model.stages[0].settings.sampler.name) == ((1, 8, 8, 3), "ddim")
-    written = trained.to_checkpoint(run)
+    written = opened.open_weights(run)
     checkpoints.save_diffusers(written, tmp_path / "d")
     read = checkpoints.load(tmp_path / "d")
     assert checkpoints.equal(read, written)
@@ -182,6 +182,7 @@ def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
         ({"image": 5}, "the image is 5: give a path, a Pillow image or an array uint8"),
         ({"image": np.zeros((4, 4, 3))}, r"the image is float64\[4, 4, 3\]: give a path"),
         ({"image": "none.png"}, r"^image=none.png cannot be opened: \[Errno 2\]"),
+        ({"strength": 0.5}, "a strength was given without an image to draw over: give an image"),
         ({"lora": "a.pt"}, r"lora cannot change after loading: pass it to load\(\)"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.precache import lookup
@@ -28,7 +28,7 @@ from sd_jax.task import example
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 from sd_jax.weights.checkpoints import Checkpoint, VAEPart
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.opened import read_vae
 from tests.sd_jax import tiny
 from tests.sd_jax.cases import vae_weights
 
@@ -86,7 +86,7 @@ def train_losses(folder, workdir, source, path):
 def test_stored_moments_have_32_channels_and_training_on_them_repeats_that_on_images(
     folder, params, images, stored, tmp_path
 ):
-    records = WebDataset(stored / "000000.tar", images=("npy",)).read(range(8))
+    records = open_tars(stored / "000000.tar", images=("npy",)).read(range(8))
     moments = np.stack([np.load(io.BytesIO(record.image)) for record in records])
     pictures = open_pictures(Data("folder", path=str(images)), tiny.SIZE).usable(np.arange(8))[1]
     expected = SD3.apply(params, to_range(pictures), method="encode")

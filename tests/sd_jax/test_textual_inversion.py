@@ -16,7 +16,7 @@ from diffusion_jax.weights import torch_weights
 from launch.planner import tasks
 from sd_jax import drawing, evaluate, textual_inversion, train
 from sd_jax.settings import read_settings
-from sd_jax.weights import initial, names, trained
+from sd_jax.weights import names, opened, trained
 from tests.sd_jax import tiny
 
 WORD = "<cat>=d*3"
@@ -75,10 +75,10 @@ def workdir(published, pictures, tmp_path_factory):
 def test_the_gradient_is_that_of_the_same_vectors_as_rows_of_clips_table(published, pictures):
     s = read_settings(config(published, pictures, text__learned_tokens="<cat>=d*1"))
     encoder = train.lookup.open_encoder(s.text)
-    vae = initial.read_vae(s.vae_weights, s.vae)
+    vae = opened.read_vae(s.vae_weights, s.vae)
     task = train.make_task(s, encoder, vae)
     task = task._replace(frozen=jax.tree.map(jnp.asarray, task.frozen))
-    base = jax.tree.map(jnp.asarray, initial.read_unet(s.unet_weights, s.unet, s.text.width))
+    base = jax.tree.map(jnp.asarray, opened.read_unet(s.unet_weights, s.unet, s.text.width))
     learning = textual_inversion.adapt(task, base)
     keys = jax.random.split(jax.random.key(3), 2)
     image = np.random.default_rng(1).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)
@@ -163,7 +163,7 @@ def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(
 @pytest.mark.gate
 def test_a_run_of_a_learned_word_cannot_be_converted_and_rejects_another_base_model(workdir):
     with pytest.raises(ValueError, match="which trains no UNet: name its base"):
-        trained.to_checkpoint(workdir)
+        opened.open_weights(workdir)
     (workdir / train.finetune.BASE).write_text('{"fingerprint": "of another model"}')
     with pytest.raises(ValueError, match="adapts weights that differ from those in unet"):
         drawing.load(workdir)

@@ -12,7 +12,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
 from diffusion_jax.data.engines import Worker
 from diffusion_jax.data.sources import moments, open_pictures
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import sheets
@@ -22,7 +22,7 @@ from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train import replay as replaying
 from sd_jax import drawing, precache, replay, sampling, train
-from sd_jax.weights import initial
+from sd_jax.weights import opened
 from tests.sd_jax import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
@@ -54,7 +54,7 @@ def stored(tmp_path_factory, vae, images):
     """Return their moments in three tars, for which the weights were read once."""
     out, read = tmp_path_factory.mktemp("moments"), []
     with pytest.MonkeyPatch.context() as patched:
-        noting = lambda *args: read.append(args) or initial.read_vae(*args)
+        noting = lambda *args: read.append(args) or opened.read_vae(*args)
         patched.setattr(precache, "read_vae", noting)
         assert (
             precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
@@ -67,7 +67,7 @@ def records(path):
     """Return {key: (moments, caption)} of all tars, which share no keys."""
     moments_of_key = {}
     for tar in sorted(path.glob("*.tar")):
-        for record in WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
+        for record in open_tars(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
             key = record.name.rpartition("/")[2]
             assert key not in moments_of_key
             moments_of_key[key] = np.load(io.BytesIO(record.image)), record.text
@@ -75,7 +75,7 @@ def records(path):
 
 
 def _size(tar):
-    return len(WebDataset(tar, images=("npy",)))
+    return len(open_tars(tar, images=("npy",)))
 
 
 def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
@@ -248,7 +248,7 @@ def test_moments_stored_with_other_settings_are_errors(stored, vae, changes, mes
 
 
 def test_moments_of_another_vae_are_errors(stored, vae, monkeypatch):
-    other = jax.tree.map(lambda leaf: leaf * 1.01, initial.read_vae(vae, tiny.settings(vae).vae))
+    other = jax.tree.map(lambda leaf: leaf * 1.01, opened.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
     with pytest.raises(
@@ -260,9 +260,9 @@ def test_moments_of_another_vae_are_errors(stored, vae, monkeypatch):
 def test_weights_of_another_network_are_errors_that_name_the_difference(vae):
     deeper = tiny.settings(vae, vae__num_res_blocks=2).vae
     with pytest.raises(ValueError, match="num_res_blocks is 1 in the file, but 2 in the con"):
-        initial.read_vae(vae, deeper)
+        opened.read_vae(vae, deeper)
     with pytest.raises(ValueError, match="holds no UNet"):
-        initial.read_unet(vae, tiny.settings(vae).unet, 24)
+        opened.read_unet(vae, tiny.settings(vae).unet, 24)
 
 
 @pytest.mark.parametrize(

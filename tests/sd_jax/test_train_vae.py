@@ -14,8 +14,8 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
-from sd_jax import train_vae
-from sd_jax.weights import initial, names
+from sd_jax import start, train_vae
+from sd_jax.weights import names, opened
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
@@ -96,11 +96,18 @@ def test_training_the_vae_reduces_its_reconstruction_error(run):
 @pytest.mark.slow
 def test_a_vae_workdir_is_loaded_with_its_average_weights(run):
     vae = read(vae__channel_mult=(1,)).vae
-    params = initial.read_vae(run[0], vae)
+    params = opened.read_vae(run[0], vae)
     folder, abstract = run[0] / runs.CHECKPOINTS, names.abstract_vae(vae)
     raw, average = (restore.load_params(folder, abstract, ema) for ema in ("raw", "0.99"))
     jax.tree.map(np.testing.assert_array_equal, params, average)
     assert not np.array_equal(jax.tree.leaves(raw)[0], jax.tree.leaves(params)[0])
+    first = restore.steps(folder)[0]
+    part = opened.open_weights(f"{run[0]}@{first}", ema="raw").vae
+    assert part and part.network == vae
+    expected = restore.load_params(folder, abstract, "raw", first)
+    jax.tree.map(np.testing.assert_array_equal, part.params, expected)
+    changes = start.vae_fields(str(run[0]))
+    assert changes["vae.channel_mult"] == ((1,), "") and changes["latents.scale"] == (1.0, "")
 
 
 @pytest.mark.parametrize(

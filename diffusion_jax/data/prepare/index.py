@@ -1,4 +1,4 @@
-"""Write the index of each tar and the listing of all records, so that training starts faster."""
+"""Write the index of each tar and the table of all records, so that training starts faster."""
 
 import collections
 import functools
@@ -7,16 +7,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 from diffusion_jax import files
-from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data import storage, tars
 from diffusion_jax.data.engines import ALONE, Engine
-from diffusion_jax.data.records import check_text
-from diffusion_jax.files import untrusted
+from diffusion_jax.data.sources import webdataset
 
 _PART = 64  # Tars that are indexed together, by several threads.
 
 
 def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
-    """Index the tars at `path` that have no index yet, and write the listing of all records.
+    """Index the tars at `path` that have no index yet, and write the table of all records.
 
     Args:
         path: The tars; see tars.find.
@@ -44,8 +43,7 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     counts = engine.fill(
         parts, never, functools.partial(_index, names, threads), noun="tars", size=size
     )
-    suffixes = [part.suffix for part in check_text(text)]
-    listing.open_listing(path, untrusted.image_suffixes(), suffixes)
+    webdataset.import_tars(path, text)
     return {name: counts[name] for name in ("tars", "records", "files", "damaged")}
 
 

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
-from diffusion_jax.data import captions, home, records, storage
+from diffusion_jax.data import captions, home, reading, records, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
@@ -132,13 +131,15 @@ class _Files:
         is_mask = lambda name: name in masks or (bool(mask) and name.lower().endswith(f".{mask}"))
         self._images = [n for n in self._names if self._is_picture(n) and not is_mask(n)]
         self._unused_masks = [] if mask else sorted(masks)
+        self._warnings = list[str]()
         suffixes = self._names.values()
         pictures = "pictures (jpg, png, webp, ...)"
         records.check_any(len(self._images), self._root, suffixes, pictures)
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
-        self._facts = {"suffixes": sorted({*suffixes}), "unused_tables": self._unused(table)}
+        self._facts = {"suffixes": sorted({*suffixes}), "warnings": self._warnings,
+                       "unused_tables": self._unused(table)}  # fmt: skip
 
     def source(self) -> home.Source:
         """Return the data set for `home.open_table`."""
@@ -177,12 +178,15 @@ class _Files:
         numbers = [(field, self._places_of(field)) for field in self._fields]
         masks = _beside(self._images, self._names, self._mask) if self._mask else {}
         self._count_others(found, inventory)
+        self._warnings.clear()  # Of an import that ended at a full disk.
         inventory.add(PICTURES, self._images)
         inventory.add("unused_mask", self._unused_masks)
         for part, texts in found:
             if lacking := sorted(captioned - texts.keys()):
-                logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
-                                len(lacking), len(captioned), part.text, lacking[0])  # fmt: skip
+                self._warnings.append(
+                    f"{len(lacking)} of {len(captioned)} pictures have no {part.text}, only other "
+                    f"texts; the first: {lacking[0]}"
+                )
         for image in self._images:
             text, origins = self._text(image, found)
             mask = self._place(masks[image]) if image in masks else None
@@ -193,27 +197,27 @@ class _Files:
 
     def _text(self, image: str, found: Sequence[tuple[Alternative, Any]]) -> tuple[Any, list[str]]:
         """Return the text of an image and the origin of each of its captions."""
-        pairs, origins = [], []
+        pairs, parts = [], []
         for part, texts in found:
             if image not in texts:
                 continue
             if part.suffix in metadata.SUFFIXES:
-                text = texts[image].value
-                origins += texts[image].origins
+                text, origins = texts[image]
             elif part.suffix.endswith(EMBEDDINGS):
                 text = InPlace(self._place(texts[image]), part.text, part.weight)
-                origins.append(f"NAME.{part.suffix}")
+                origins = [f"NAME.{part.suffix}"]
             else:
-                contents = self._contents(texts[image])
+                contents = reading.read_file(self._root / texts[image])
                 unreadable = isinstance(contents, Unusable)
                 text = contents if unreadable else records.read_text(contents, part.text)
                 place = f"NAME.{part.suffix}" + f": {part.field}" * bool(part.field)
-                origins += [place] * len(captions.every(text))
+                origins = [place] * len(captions.every(text))
             pairs.append((text, part.weight))
-        if pairs and isinstance(pairs[0][0], InPlace):
-            return [text for text, _ in pairs], origins
-        text = captions.join(pairs) if pairs else ()
-        return text, origins if len(captions.every(text)) == len(origins) else origins[:1]
+            parts.append((text, origins))
+        if not pairs or isinstance(pairs[0][0], InPlace):
+            return [text for text, _ in pairs], metadata.origins_of((), parts)
+        text = captions.join(pairs)
+        return text, metadata.origins_of(text, parts)
 
     def _places_of(self, field: Field) -> dict[str, Any]:
         """Return a field's number of each image, or the JSON file that may hold it."""
@@ -231,23 +235,16 @@ class _Files:
         for field, of in places:
             value = of.get(image)
             if isinstance(value, str):
-                contents = self._contents(value)
-                read = contents
+                contents = reading.read_file(self._root / value)
                 if not isinstance(contents, Unusable):
-                    read = records.read_numbers(contents, [field]).get(field.name)
-                value = records.number_of(field, read)
+                    contents = records.read_numbers(contents, [field]).get(field.name)
+                value = records.number_of(field, contents)
             if value is not None:
                 numbers[field.name] = value
         return numbers
 
     def _place(self, name: str) -> Place:
         return Place(os.path.join(self._root, name))
-
-    def _contents(self, name: str) -> bytes | Unusable:
-        try:
-            return (self._root / name).read_bytes()
-        except PermissionError as error:
-            return Unusable("unreadable", str(error))
 
     def _is_picture(self, name: str) -> bool:
         return self._names[name].rpartition(".")[2] in untrusted.image_suffixes()

@@ -113,10 +113,12 @@ def read(
                     f"{several[0][0]:g} and others; keep one"
                 )
             value = several[0][0] if number else captions.join((t, 1.0) for t, _ in several)
-            origins = [f"{table}: {field}, {how}" for t, how in several for _ in captions.every(t)]
-            found[image] = Found(value, origins)
+            place = f"{table}: {field}, "
+            parts = [(t, [place + how] * len(captions.every(t))) for t, how in several]
+            found[image] = Found(value, origins_of(value, parts))
             table_of[image] = table
-    inventory.add("row_without_image", [f"{place}: {name}" for place, name in lost])
+    left_out = [f"{_inside(root, place)}: {name}" for place, name in lost]
+    inventory.add("row_without_image", left_out)
     if not found and lost:
         raise ValueError(_no_picture(*lost[0], images))
     if not found:
@@ -130,6 +132,17 @@ def read(
             f"{'numbers' if number else 'captions'}"
         )
     return found
+
+
+def origins_of(text: Any, parts: Sequence[tuple[Any, Sequence[str]]]) -> list[str]:
+    """Return the origin of each caption of a text, or of the error instead of it.
+
+    `captions.join` made the text of the texts in `parts`, which have these origins.
+    """
+    if isinstance(text, Unusable):
+        return list(next(origins for part, origins in parts if part is text))
+    usable = (origins for part, origins in parts if not isinstance(part, Unusable))
+    return [origin for origins in usable for origin in origins]
 
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
@@ -191,7 +204,7 @@ def _read_table(
             )
         if cell is None and not (number and field in row):
             continue  # The image counts as one without a caption or number.
-        text = _numeric(place, cell, number) if number else _caption(place, field, cell)
+        text = _numeric(place, cell, number) if number else _caption(root, place, field, cell)
         if column == rows.KEY:
             image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
@@ -226,13 +239,19 @@ def _numeric(place: str, cell: Any, number: Field) -> float:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _caption(place: str, field: str, cell: Any) -> Any:
+def _caption(root: pathlib.Path, place: str, field: str, cell: Any) -> Any:
     if not isinstance(cell, str | list):
         raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
     text = records.cell_text(cell)
     if isinstance(text, Unusable):
-        return Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
+        detail = str(text).partition(": ")[2]
+        return Unusable(text.reason, f"{_inside(root, place)}: {detail}")
     return text
+
+
+def _inside(root: pathlib.Path, place: str) -> str:
+    """Return a row's place relative to the root, which is equal in copies of the data set."""
+    return place.removeprefix(f"{root}/")
 
 
 def _assign(

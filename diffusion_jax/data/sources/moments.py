@@ -21,7 +21,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.files import settings_record, untrusted
 
 MANIFEST = "moments.json"
@@ -36,10 +36,10 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     # Other values cannot change encoded images, unless they were applied when encoding.
     stored = find_manifest(path)
     encoded = (stored or {}).get("data", {})
-    fields = {name: getattr(data, name) for name in _BEFORE}
+    values = {name: getattr(data, name) for name in _BEFORE}
     wrong = [
         f"data.{name}={value!r}"
-        for name, value in fields.items()
+        for name, value in values.items()
         if value not in (Data._field_defaults[name], encoded.get(name))
     ]
     if wrong:
@@ -47,14 +47,8 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
             f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
             "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
         )
-    opened = (
-        data.text,
-        data.uncaptioned,
-        data.max_broken,
-        SUFFIXES,
-        picture_fields.read(data.fields),
-    )
-    tars = WebDataset(path, *opened)
+    fields = picture_fields.read(data.fields)
+    tars = open_tars(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES, fields)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
     make = functools.partial(

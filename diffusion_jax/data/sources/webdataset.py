@@ -1,218 +1,326 @@
-"""Read webdataset tars in random order, with a listing of all records (data/listing.py)."""
+"""Read webdataset tars in random order: their records are the rows of a table."""
 
+import collections
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt64
+from absl import logging
+from jaxtyping import Int
 
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
-from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, listing, records, storage, tars
+from diffusion_jax.config.settings import EMBEDDINGS, Data
+from diffusion_jax.data import captions, home, reading, records, tars
 from diffusion_jax.data.decoding import Unusable
-from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.inventory import COMPANIONS, PICTURES, TEXTS, USED, Inventory, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.reading import TAR, Place
+from diffusion_jax.data.records import Records
+from diffusion_jax.data.table import InPlace, Row, Table
+from diffusion_jax.data.tars import Index
 from diffusion_jax.files import untrusted
+from diffusion_jax.logs import progress
 
-Spans = Sequence[tuple[int, int]]
-"""(offset, size) of an image and of each of its texts in a tar, in bytes. A missing text has the
-offset 0."""
-_GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a second request.
+_INDICES = 32  # Number of tars whose indices are held in memory together.
+_TEXTS = 256  # Number of records whose texts are read together.
+_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture",
+          "second_caption", "no_caption", "no_picture", "duplicate_key",
+          "broken_record")  # fmt: skip
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the webdataset tars at a config's data.path."""
-    return WebDataset(
+    return open_tars(
         records.path_of(data), data.text, data.uncaptioned, data.max_broken,
         fields=picture_fields.read(data.fields),
     )  # fmt: skip
 
 
-class WebDataset(Records):
-    """The images and texts in one or more tars, in the order of the tars and of their members."""
+def open_tars(
+    path: str | os.PathLike[str],
+    text: str = "txt",
+    uncaptioned: str = "error",
+    max_broken: float = 0.0,
+    images: Sequence[str] = (),
+    fields: Sequence[Field] = (),
+) -> Table:
+    """Open the images and texts in one or more tars, in the order of the tars and of their members.
+
+    Args:
+        path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a pattern
+            such as "shard-{0000..0099}.tar". All of these may be URLs.
+        text: suffix of the text files: "txt" or "json:FIELD" for captions, or a suffix such as
+            "npy" or "t5.npz" for embeddings. Several places, such as "txt,json:long*0.5", give the
+            images several texts.
+        uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
+        max_broken: largest allowed share of unreadable tars, and of files that are lost behind
+            damaged headers.
+        images: suffixes of the files of VAE moments, if the tars hold moments; () for images.
+        fields: the numbers of each image, which are fields of the JSON file KEY.json.
+
+    Raises:
+        FileNotFoundError: a tar is missing.
+        ValueError: too many tars or headers are damaged, there are no images, no image has a text,
+            or some images lack a text and `uncaptioned` is not "drop".
+    """
+    table = import_tars(path, text, images, fields)
+    inventory, facts = table.inventory(), table.card["facts"]
+    _check_damage(len(table), inventory, facts, max_broken)
+    num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
+    num_images = len(table) + num_bare
+    kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
+    try:
+        records.check_any(num_images, path, facts["suffixes"], kind)
+        records.check_captions(num_bare, first, num_images, text, uncaptioned, facts["suffixes"])
+    except ValueError as error:
+        if not inventory.damaged():
+            raise
+        raise ValueError(
+            f"tars in {path} are damaged: copy or download them again. This may be the cause: "
+            f"{error}"
+        ) from error
+    return table
+
+
+def import_tars(
+    path: str | os.PathLike[str],
+    text: str,
+    images: Sequence[str] = (),
+    fields: Sequence[Field] = (),
+) -> Table:
+    """Return the table of the tars at `path`, even if they are damaged or hold no images.
+
+    Raises:
+        FileNotFoundError: a tar is missing.
+        ValueError: there are no tars, a wdinfo.pkl is damaged, or `text` or `fields` is wrong.
+    """
+    settings = {"source": "webdataset", "text": text, "ranges": list(map(str, fields))}
+    if (table := home.saved(path, settings)) is not None:
+        return table
+    beside = Inventory()
+    names, stamps = tars.find_stamped(os.fspath(path), beside)
+    root = _root(os.fspath(path), names)
+    importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
+    rule = {**settings, "path": f"{path}/".removeprefix(root).rstrip("/"),
+            "images": importer.images, "fields": [field.name for field in fields]}  # fmt: skip
+    table = home.open_table(
+        home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps)
+    )
+    inventory = table.inventory()
+    inventory.update(beside)  # It may have changed since the tars were imported.
+    table.card["inventory"] = inventory.saved()
+    return table
+
+
+def _root(path: str, names: Sequence[str]) -> str:
+    """Return the folder of the tars, with a slash at its end: the given one, if one is given."""
+    root = f"{path.rstrip('/')}/"
+    if not all(name.startswith(root) and name[len(root) :][:1] != "/" for name in names):
+        root = os.path.commonprefix(names)  # noqa: RUF071 - URLs are not paths.
+    return root[: root.rfind("/") + 1]
+
+
+def _check_damage(
+    num_records: int, inventory: Inventory, facts: Mapping[str, Any], max_broken: float
+) -> None:
+    num_broken, lost = inventory.counts["broken_tar"], inventory.counts["broken_header"]
+    if num_broken and (num_broken > max_broken * facts["tars"] or num_broken == facts["tars"]):
+        raise ValueError(
+            f"{num_broken} of {facts['tars']} tars cannot be read, and data.max_broken is "
+            f"{max_broken}: replace or remove these tars. The first error is: {facts['error']}"
+        )
+    if lost > max_broken * (num_records + lost):
+        (first, *_) = inventory.first["broken_header"]
+        raise ValueError(
+            f"damaged headers in tars, such as {first}, hide {lost} files or more, a larger "
+            f"share than data.max_broken={max_broken}: copy or download these tars again"
+        )
+
+
+class _Importer:
+    """Yields the records in tars that have an image and a text."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        text: str = "txt",
-        uncaptioned: str = "error",
-        max_broken: float = 0.0,
-        images: Sequence[str] = (),
-        fields: Sequence[Field] = (),
+        self, names: Sequence[str], text: str, images: Sequence[str], fields: Sequence[Field]
     ):
-        """Open the listing of records in the tars, or build it from the tars' headers.
-
-        Args:
-            path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a
-                pattern such as "shard-{0000..0099}.tar". All of these may be URLs.
-            text: suffix of the text files: "txt" or "json:FIELD" for captions, or a suffix such as
-                "npy" or "t5.npz" for embeddings. Several places, such as "txt,json:long*0.5", give
-                the images several texts.
-            uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
-            max_broken: largest allowed share of unreadable tars, and of files that are lost behind
-                damaged headers.
-            images: suffixes of the files of VAE moments, if the tars hold moments; () for images.
-            fields: the numbers of each image, which are fields of the JSON file KEY.json.
-
-        Raises:
-            FileNotFoundError: a tar is missing.
-            ValueError: too many tars or headers are damaged, there are no images, no image has a
-                text, or some images lack a text and `uncaptioned` is not "drop".
-        """
         self._parts = records.check_text(text)
-        self._fields = fields
         records.check_places(fields, ("json",))
-        suffixes = [part.suffix for part in self._parts]
-        self._listing = listing.open_listing(
-            os.fspath(path),
-            images or untrusted.image_suffixes(),
-            suffixes,
-            "json" if fields else "",
-        )
-        facts, inventory = self._listing.facts, self._listing.inventory
-        self._check_damage(max_broken)
-        num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
-        num_images = len(self) + num_bare
-        kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
-        try:
-            records.check_any(num_images, path, facts["suffixes"], kind)
-            records.check_captions(
-                num_bare, first, num_images, text, uncaptioned, facts["suffixes"]
-            )
-        except ValueError as error:
-            if not inventory.damaged():
-                raise
-            raise ValueError(
-                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
-                f"{error}"
-            ) from error
+        self._names, self.images, self._fields = names, images, fields
+        self._texts = [part.suffix for part in self._parts]
+        self._in_place = self._texts[0].endswith(EMBEDDINGS)
+        self.facts: dict[str, Any] = {"tars": len(names), "suffixes": [], "error": ""}
+        """The number of tars, the suffixes of all files in them, and the error of the first
+        unreadable one."""
 
-    def __len__(self) -> int:
-        return len(self._listing.spans)
+    def rows(self, inventory: LeftOut) -> Iterator[Row]:
+        """Yield the rows of all tars, in their order."""
+        suffixes = set[str]()
+        indices = progress.reported(_indices(self._names), len(self._names), "tars imported")
+        for tar, index in zip(self._names, indices, strict=True):
+            if isinstance(index, ValueError):
+                inventory.add("broken_tar", [tar])
+                self.facts["error"] = self.facts["error"] or str(index)
+            else:
+                suffixes.update(np.unique(index.suffix).tolist())
+                yield from self._rows_of(tar, index, inventory)
+        self.facts["suffixes"] = sorted(suffixes)
 
-    def read(self, indices: Sequence[int]) -> list[Record]:
-        """Return the records with these indices.
+    def _rows_of(self, tar: str, index: Index, inventory: LeftOut) -> Iterator[Row]:
+        files, kinds = _paired(index, self.images, self._texts, "json" if self._fields else "")
+        if index.inventory.damaged() and len(files):  # The text was probably lost.
+            kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
+        names = tars.unpack(index.names)
+        _count(tar, index, names, kinds, inventory)
+        key = records.key_of(os.path.basename(tar))
+        places = [Place(tar, at, size, TAR) for at, size in index.span.tolist()]
+        read = slice(1 + len(self._parts) * self._in_place, None)
+        for first in range(0, len(files), _TEXTS):
+            batch = files[first : first + _TEXTS]
+            used = np.unique(batch[:, read])
+            used = used[used >= 0].tolist()
+            (found,) = reading.read([[places[number] for number in used]])
+            contents = dict(zip(used, found, strict=True))
+            for rank, (image, *others) in enumerate(batch.tolist(), first):
+                text, origins = self._text(others, places, contents)
+                numbers = contents.get(others[-1], b"{}") if self._fields else b"{}"
+                text = numbers if isinstance(numbers, Unusable) else text
+                yield Row(
+                    names[image], (key + rank) % 2**64, places[image], text, origins,
+                    self._numbers(numbers),
+                )  # fmt: skip
 
-        An image and its text are read together if they are close to each other in the tar.
-        """
-        places = [self._place(index) for index in indices]
-        parts = [(tar, *part) for tar, spans in places for part in _parts(spans)]
-        contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
-        return [self._record(*place, contents) for place in places]
+    def _text(
+        self, files: Sequence[int], places: Sequence[Place], contents: Mapping[int, Any]
+    ) -> tuple[Any, list[str]]:
+        """Return the text of a record, and the origin of each of its captions."""
+        found, origins = [], []
+        for part, number in zip(self._parts, files, strict=False):
+            if number >= 0:
+                of = contents.get(number)
+                if self._in_place:
+                    text = InPlace(places[number], part.text, part.weight)
+                else:
+                    text = of if isinstance(of, Unusable) else records.read_text(of, part.text)
+                place = f"KEY.{part.suffix}" + f": {part.field}" * bool(part.field)
+                origins += [place] * len(captions.every(text))
+                found.append((text, part.weight))
+        if self._in_place:
+            return [text for text, _ in found], origins
+        text = captions.join(found)
+        return text, origins if len(captions.every(text)) == len(origins) else origins[:1]
 
-    def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the first HEAD bytes of each image, or the whole image if it is shorter."""
-        places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
-        parts = [(tar, first, first + min(size, records.HEAD)) for tar, first, size in places]
-        return storage.read_ranges(*zip(*parts, strict=True))
-
-    def ends(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the last HEAD bytes of each image, or the whole image if it is shorter."""
-        places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
-        skipped = [max(0, size - records.HEAD) for *_, size in places]
-        parts = [(t, at + n, at + size) for (t, at, size), n in zip(places, skipped, strict=True)]
-        return storage.read_ranges(*zip(*parts, strict=True))
-
-    def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the caption or embeddings of each record, without reading the images.
-
-        Raises OSError for a removed tar.
-        """
-        texts = slice(1, 1 + len(self._parts))
-        places = [(tar, spans[texts]) for tar, spans in map(self._place, indices)]
-        parts = [
-            (tar, first - tars.BLOCK, first + size)
-            for tar, spans in places for first, size in spans if first
-        ]  # fmt: skip
-        members = iter(storage.read_ranges(*zip(*parts, strict=True)))
-        return [self._text([next(members) if o else None for o, _ in s]) for _, s in places]
-
-    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return a key per record: the hash of its tar's file name, plus its index in the tar."""
-        numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
-        names = [os.path.basename(tar) for tar in self._listing.tars]
-        tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
-        return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
-
-    def inventory(self) -> Inventory:
-        return self._listing.inventory
-
-    def files(self) -> list[str]:
-        return list(self._listing.tars)
-
-    def _check_damage(self, max_broken: float) -> None:
-        counts, num_tars = self._listing.inventory.counts, len(self._listing.tars)
-        num_broken, lost = counts["broken_tar"], counts["broken_header"]
-        if num_broken and (num_broken > max_broken * num_tars or num_broken == num_tars):
-            raise ValueError(
-                f"{num_broken} of {num_tars} tars cannot be read, and data.max_broken is "
-                f"{max_broken}: replace or remove these tars. The first error is: "
-                f"{self._listing.facts['error']}"
-            )
-        if lost > max_broken * (len(self) + lost):
-            (first, *_) = self._listing.inventory.first["broken_header"]
-            raise ValueError(
-                f"damaged headers in tars, such as {first}, hide {lost} files or more, a larger "
-                f"share than data.max_broken={max_broken}: copy or download these tars again"
-            )
-
-    def _place(self, index: int) -> tuple[str, Spans]:
-        """Return the tar of a record, and the (offset, size) of its image and of its texts."""
-        tar = int(np.searchsorted(self._listing.firsts, index, side="right")) - 1
-        numbers = self._listing.spans[index].tolist()
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return self._listing.tars[tar], [(block * tars.BLOCK, size) for block, size in pairs]
-
-    def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
-        ranges = [(first, next(contents)) for first, _ in _parts(spans)]
-        members = [_cut(ranges, *span) if span[0] else None for span in spans]
-        name = listing.full_name(tar, (members[0] or b"")[: tars.BLOCK])
-        try:
-            image, *texts = (None if m is None else tars.contents(m) for m in members)
-        except Unusable as error:
-            return Record(b"", error, name)
-        numbers = (texts.pop() if self._fields else None) or b"{}"
-        return Record(
-            image or b"", self._join(texts), name, records.read_numbers(numbers, self._fields)
-        )
-
-    def _text(self, members: Sequence[bytes | None]) -> Any:
-        try:
-            return self._join([None if m is None else tars.contents(m) for m in members])
-        except Unusable as error:
-            return error
-
-    def _join(self, texts: Sequence[bytes | None]) -> Any:
-        pairs = zip(self._parts, texts, strict=True)
-        read = records.read_text
-        return captions.join((read(t, p.text), p.weight) for p, t in pairs if t is not None)
+    def _numbers(self, contents: Any) -> dict[str, float | Unusable]:
+        if not self._fields or isinstance(contents, Unusable):
+            return {}
+        values = records.read_numbers(contents or b"{}", self._fields)
+        return {f.name: records.number_of(f, values.get(f.name)) for f in self._fields}
 
 
-def _parts(spans: Spans) -> list[tuple[int, int]]:
-    """Return the byte ranges [first, last) to read for a record: its files with their headers.
+def _indices(names: Sequence[str]) -> Iterator[Index | ValueError]:
+    """Yield the index of each tar. Reading headers is limited by the disk's latency."""
+    with ThreadPoolExecutor(8) as threads:
+        for first in range(0, len(names), _INDICES):
+            yield from threads.map(_attempt, names[first : first + _INDICES])
 
-    An image and texts that are close to each other share a range.
+
+def _attempt(name: str) -> Index | ValueError:
+    try:
+        return tars.load_index(name)
+    except ValueError as error:
+        logging.warning("skipped a tar: %s", error)
+        return error
+
+
+def _count(
+    tar: str, index: Index, names: Sequence[str], kinds: np.ndarray, inventory: LeftOut
+) -> None:
+    """Add all files of a tar to the inventory. The first names have different suffixes."""
+    for number in np.flatnonzero(np.bincount(kinds)).tolist():
+        kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
+        first = np.sort(np.unique(index.suffix[rows], return_index=True)[1])
+        rows = np.concatenate([rows[first], np.delete(rows, first)]).tolist()
+        left = [] if kind in USED else [f"{tar}/{names[row]}" for row in rows]
+        inventory.add(kind, left, len(rows))
+    for kind, number in index.inventory.counts.items():
+        left = [f"{tar}/{name}" for name, reason in tars.unpack(index.left) if reason == kind]
+        inventory.add(kind, left, number)
+
+
+def _paired(
+    index: Index, images: Sequence[str], texts: Sequence[str], more: str
+) -> tuple[Int[np.ndarray, "N S"], Int[np.ndarray, "M"]]:
+    """Return the records of a tar that have an image and a text, and the kind of each file.
+
+    Returns:
+        the numbers of each record's files, or -1: the image, each text and, unless `more` is "",
+        the file with the suffix `more`; and the index in _KINDS of each file's kind.
     """
-    ranges = []
-    for first, last in sorted((f - tars.BLOCK, f + size) for f, size in spans if f):
-        if ranges and first - ranges[-1][1] < _GAP:
-            ranges[-1] = ranges[-1][0], max(last, ranges[-1][1])
-        else:
-            ranges.append((first, last))
-    return ranges
+    suffixes, number = np.unique(index.suffix, return_inverse=True)
+    kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
+    kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
+    others = [*texts, *([more] if more else [])]
+    files = np.full((len(index.key), 1 + len(others)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == 0, *(index.suffix == other for other in others))):
+        rows = np.flatnonzero(rows)
+        files[index.record[rows], column] = rows  # The last one of several images.
+        kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
+    repeated = np.bincount(index.key, minlength=1)[index.key] > 1
+    if not index.inventory.damaged():  # Otherwise, the picture of a text may be lost.
+        kinds[_take_last_texts(files, index, repeated)] = _KINDS.index("second_caption")
+        repeated &= (files >= 0).any(1)
+    # Of several records with one key, it is only certain which files belong together if all
+    # records are complete.
+    needed = files[:, : 1 + len(texts)]
+    is_bare, has_no_picture = (needed[:, 1:] < 0).all(1), needed[:, 0] < 0
+    incomplete = is_bare | has_no_picture
+    unclear = repeated & np.isin(index.key, index.key[repeated & incomplete])
+    for chosen, kind in (
+        (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
+    ):  # fmt: skip
+        rows = needed[chosen].ravel()
+        kinds[rows[rows >= 0]] = _KINDS.index(kind)
+    return files[~incomplete & ~unclear], kinds
 
 
-def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return a file of `size` bytes at `offset` of a tar, after its header.
+def _take_last_texts(files: np.ndarray, index: Index, repeated: np.ndarray) -> list[int]:
+    """Give the only picture of a key the last text of each suffix, as unpacking the tar does.
 
-    `ranges` holds (offset of the first byte, contents) of each range that was read. If no range
-    contains the bytes, the result is b"".
+    The records without a picture lose their texts. If a text comes before the picture, and files
+    with other keys are between them, nothing changes: it may belong to a missing picture.
+
+    Args:
+        files: the numbers of each record's files, or -1: the picture, then the texts. Is changed.
+        index: the index of the tar.
+        repeated: whether other records have the key of a record.
+
+    Returns:
+        The numbers of the texts that others replace.
     """
-    for first, contents in ranges:
-        start, end = offset - tars.BLOCK - first, offset + size - first
-        if start >= 0 and end <= len(contents):
-            return contents[start:end]
-    return b""  # The tar was truncated after it was listed.
+    groups, replaced = collections.defaultdict[int, list[int]](list), list[int]()
+    for record in np.flatnonzero(repeated).tolist():
+        groups[int(index.key[record])].append(record)
+    for key, of_key in groups.items():
+        pictures = [record for record in of_key if files[record, 0] >= 0]
+        texts = files[of_key, 1:]
+        if len(pictures) != 1 or (texts < 0).all():
+            continue
+        between = slice(texts[texts >= 0].min(), files[pictures[0], 0])
+        if (index.key[index.record[between]] == key).all():
+            last = texts.max(0)
+            replaced += texts[(texts >= 0) & (texts != last)].tolist()
+            files[of_key, 1:], files[pictures, 1:] = -1, last
+    return replaced
+
+
+def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:
+    if suffix in images:
+        return PICTURES
+    if suffix in texts:
+        return TEXTS
+    last = suffix.rpartition(".")[2]
+    if last in images or last in texts:
+        return "dot_in_name"  # The record's key ends at the first dot.
+    return COMPANIONS if last in untrusted.image_suffixes() else records.other_kind(suffix, texts)

@@ -13,8 +13,8 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import arrayrecord
-from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 
@@ -42,22 +42,22 @@ def batches(folder, text="txt,json:long*0.5", **values):
 
 
 def test_several_text_fields_give_captions_with_weights(folder):
-    texts = Folder(folder, "txt,json:long*0.5").texts(range(8))
+    texts = open_folder(folder, "txt,json:long*0.5").texts(range(8))
     assert texts[2].texts == ("short 2", "long 2 a", "long 2 b", "long 2 c")
     np.testing.assert_allclose(texts[2].weights, [2 / 3, 1 / 9, 1 / 9, 1 / 9])
     assert texts[7] == "short 7"  # It has no other caption.
-    assert Folder(folder, "json:long", "drop").texts([0])[0].weights == (1 / 3,) * 3
+    assert open_folder(folder, "json:long", "drop").texts([0])[0].weights == (1 / 3,) * 3
 
 
 def test_pictures_that_lack_a_text_field_are_reported(folder, caplog):
-    Folder(folder, "txt,json:long")
+    open_folder(folder, "txt,json:long")
     assert (
         "1 of 8 pictures have no json:long, only other texts; the first: 00007.png" in caplog.text
     )
 
 
 def test_captions_are_chosen_by_their_weights(folder):
-    text = Folder(folder, "txt,json:long*0.5").texts([2])[0]
+    text = open_folder(folder, "txt,json:long*0.5").texts([2])[0]
     counts = collections.Counter(captions.chosen([text] * 9000, 0, range(9000)))
     share = np.array([counts[each] for each in text.texts]) / 9000
     np.testing.assert_allclose(share, text.weights, atol=0.015)  # Three standard errors.
@@ -101,16 +101,16 @@ def test_tars_have_the_same_captions_as_folders(folder, tmp_path):
     ]  # fmt: skip
     tars.write(tmp_path / "0.tar", members)
     for text in ("txt,json:long*0.5", "json:long,txt", "txt"):
-        expected = Folder(folder, text).texts(range(8))
-        opened = WebDataset(tmp_path / "0.tar", text)
+        expected = open_folder(folder, text).texts(range(8))
+        opened = open_tars(tmp_path / "0.tar", text)
         assert opened.texts(range(8)) == expected
         assert [record.text for record in opened.read(range(8))] == expected
-    assert len(WebDataset(tmp_path / "0.tar", "json:long", "drop")) == 7
+    assert len(open_tars(tmp_path / "0.tar", "json:long", "drop")) == 7
 
 
 @pytest.mark.parametrize("format", ["webdataset", "arrayrecord"])
 def test_reshard_keeps_all_captions_and_their_weights(folder, tmp_path, format):
-    records = Folder(folder, "txt,json:long*0.5")
+    records = open_folder(folder, "txt,json:long*0.5")
     reshard.reshard(records, tmp_path, num=3, format=format, identity={})
     data = Data(format, path=str(tmp_path), text="txt,json:captions")
     texts, expected = sources.open_records(data).texts(range(8)), records.texts(range(8))
@@ -121,7 +121,7 @@ def test_reshard_keeps_all_captions_and_their_weights(folder, tmp_path, format):
 def test_data_text_txt_lines_reads_one_caption_per_line(tmp_path):
     folder = digits.write_examples(tmp_path, 2, size=8)
     (folder / "00000.txt").write_text("\ufeffa cat\r\n\n a dog\u2028that sleeps \n")
-    whole, lines = (Folder(folder, text).texts([0])[0] for text in ("txt", "txt:lines"))
+    whole, lines = (open_folder(folder, text).texts([0])[0] for text in ("txt", "txt:lines"))
     assert whole == "a cat\r\n\n a dog\u2028that sleeps"
     assert lines == Captions(("a cat", "a dog\u2028that sleeps"), (0.5, 0.5))
 
@@ -134,8 +134,8 @@ def test_byte_order_marks_are_removed_from_captions_and_prompts(tmp_path, encodi
     rows = "\ufeff\ufefffile_name,caption\n00000.png,\ufeff\ufeffa cat"
     (folder / "metadata.csv").write_bytes(rows.encode(encoding))
     (tmp_path / "prompts.txt").write_bytes(text)
-    assert Folder(folder).texts([0]) == ["a cat \ufeff"]
-    assert Folder(folder, "csv:caption").texts([0]) == ["a cat"]
+    assert open_folder(folder).texts([0]) == ["a cat \ufeff"]
+    assert open_folder(folder, "csv:caption").texts([0]) == ["a cat"]
     assert prompts.read(str(folder / "metadata.csv")) == ["a cat"]
     assert prompts.read(str(tmp_path / "prompts.txt")) == ["a cat \ufeff"]
 
@@ -227,7 +227,7 @@ def test_a_damaged_caption_makes_its_picture_unusable(tmp_path):
     folder = digits.write_examples(tmp_path, 2, size=8)
     (folder / "00000.json").write_text('{"long": ["a", 7]}')
     (folder / "00001.json").write_text('{"long": [null, "b"]}')
-    damaged, text = Folder(folder, "txt,json:long").texts([0, 1])
+    damaged, text = open_folder(folder, "txt,json:long").texts([0, 1])
     assert isinstance(damaged, Unusable) and str(damaged) == "broken_text: 7 is not a text"
     assert text.texts[1:] == ("b",)
 
@@ -236,7 +236,7 @@ def test_half_a_character_in_json_is_named_and_not_taken_for_a_byte(tmp_path):
     folder = digits.write_examples(tmp_path, 2, size=8)
     (folder / "00000.json").write_text('{"long": "a \\ud83d"}')
     (folder / "00001.json").write_bytes(b'{"long": "caf\\udce9"}')
-    half, byte = Folder(folder, "json:long").texts([0, 1])
+    half, byte = open_folder(folder, "json:long").texts([0, 1])
     assert str(half) == (
         "broken_text: the text holds one half (U+D83D) of a character: write both halves"
     )
@@ -253,12 +253,12 @@ def test_all_values_of_a_tf_example_feature_are_captions(tmp_path):
 @pytest.mark.parametrize("text", ["txt,", "txt*0", "txt*-1", "txt*x", "txt*inf", ",", "txt**2"])
 def test_a_text_field_without_a_name_or_with_an_invalid_weight_is_an_error(folder, text):
     with pytest.raises(ValueError, match=r"write the places of the texts with commas"):
-        Folder(folder, text)
+        open_folder(folder, text)
 
 
 def test_data_text_with_captions_and_embeddings_is_an_error(folder):
     with pytest.raises(ValueError, match="name either captions or embeddings, not both"):
-        Folder(folder, "txt,t5.npy")
+        open_folder(folder, "txt,t5.npy")
     assert Data("folder", text="t5.npy,clip.npy*2").embedded
     assert not Data("folder", text="txt,json:npy*2").embedded
 
@@ -269,7 +269,7 @@ def test_an_example_has_one_text_per_picture(folder):
 
 
 def test_validate_counts_every_caption(folder):
-    report = validate(Folder(folder, "txt,json:long"))
+    report = validate(open_folder(folder, "txt,json:long"))
     assert (report["usable"], report["different_texts"]) == (8, 8 + 7 * 3)
     assert report["text_words"] == {"min": 2, "p5": 2, "median": 3, "p95": 3, "max": 3}
     assert report["words"] | {"short": 8, "long": 21, "a": 7} == report["words"]

@@ -210,8 +210,14 @@ def test_a_position_is_continued_with_a_warning_if_a_caption_was_edited(tmp_path
             iterator.set_state(state)
             np.testing.assert_array_equal(next(iterator)["image"], images)
             state = iterator.get_state()
-        message = "files' sizes differs from that of the saved position"
+        message = "texts and of the files' sizes differs from that of the saved position"
         assert caplog.text.count(message) == 1  # The second start has the edited caption already.
+    earlier = json.loads(state)
+    earlier["digests"].popitem()
+    earlier["digests"]["the digest of the files' sizes"] = "of an earlier version"
+    with opened() as iterator:
+        iterator.set_state(json.dumps(earlier).encode())
+    assert caplog.text.count("differs from") == 1
 
 
 def test_a_position_between_two_batches_of_another_size_continues_at_its_sample():

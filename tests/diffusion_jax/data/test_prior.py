@@ -1,7 +1,6 @@
 """Prior preservation: every second row is a picture drawn by the model, with its own weight."""
 
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.split import split
-from diffusion_jax.diffusion import objective
+from diffusion_jax.diffusion import groups
 from diffusion_jax.examples.digits import rendering as digits
 
 TOKENIZE = lambda texts: {"text": np.array(texts)}
@@ -90,9 +89,7 @@ def test_a_prior_with_a_mixture_or_embeddings_is_an_error(folders, fields):
 
 
 def test_the_loss_weights_each_row_by_its_count():
-    fields = {"predicts": "eps", "noise": "lognormal", "distance": "l2", "weight": "min_snr",
-              "min_snr": 0.0, "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
-    goal = objective.make(types.SimpleNamespace(**fields))
+    goal = groups.Diffusion(predicts="eps").objective
     x0, eps = jax.random.normal(jax.random.key(0), (2, 4, 2, 2, 1))
     network = lambda x, time: jnp.zeros_like(x)
     weights, sigma = jnp.array([1.0, 0.25, 1.0, 0.25]), jnp.ones(4)

@@ -9,7 +9,7 @@ from PIL import Image
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import __main__ as data_command
-from diffusion_jax.data import guess, show, sources
+from diffusion_jax.data import guess, show, sources, tars
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.files.untrusted import POINTER
 from tests.imagen_jax import commands
@@ -97,7 +97,7 @@ def test_a_row_shows_all_that_is_known_of_a_picture(tmp_path, capsys):
     }
     for name, message in {
         "in/c.png": "no picture has this name, and no file of this name was left out: did you mean",
-        "png": "no picture has this name, and no file of this name was left out",
+        "zzz": "no picture has this name, and no file of this name was left out\n",
     }.items():
         assert run("show", tmp_path, f"--row={name}") == 2
         assert f"--row={name}: {message}" in capsys.readouterr().err
@@ -240,3 +240,18 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
         FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
     ):
         sources.open_records(guessed)
+
+
+def test_a_table_of_tars_written_elsewhere_is_opened_and_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw(tmp_path / "a.png")
+    members = {"png": (tmp_path / "a.png").read_bytes(), "txt": b"a cat"}
+    (tmp_path / "tars").mkdir()
+    tars.write(tmp_path / "tars/0.tar", [{tars.KEY: name, **members} for name in (b"0", b"1")])
+    assert run("import", "tars", "--out=out") == 0
+    assert "--config.data.source=webdataset --config.data.path=out " in capsys.readouterr().out
+    monkeypatch.chdir("/")
+    assert run("show", tmp_path / "out", "--row=0.tar/1.png") == 0
+    shown = capsys.readouterr().out
+    assert f"place          {tmp_path}/tars/0.tar, bytes " in shown
+    assert "picture        20 x 16 pixels, PNG, " in shown and "caption        a cat (wei" in shown

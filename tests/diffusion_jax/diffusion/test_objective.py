@@ -1,14 +1,13 @@
 """Objectives match their papers: weights, rectified flow, learned uncertainty, offset noise."""
 
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import noise, objective, onestep, precond, samplers
+from diffusion_jax.diffusion import groups, noise, objective, onestep, precond, samplers
 from sd_jax.settings import Sampler
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -20,10 +19,7 @@ network = lambda x, time: F
 
 def make(predicts="eps", **fields):
     """Build an objective from config fields."""
-    defaults: dict = {"predicts": predicts}
-    defaults |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
-             "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
-    return objective.make(types.SimpleNamespace(**(defaults | fields)))
+    return groups.Diffusion(predicts=predicts, **fields).objective
 
 
 def factor(predicts, **fields):

@@ -81,7 +81,9 @@ def test_each_drawn_picture_is_above_its_nearest_training_picture(count, pairs, 
     monkeypatch.setattr(copies.sheets, "contact_sheet", lambda *a, **options: (*a, options))
     drawn = TRAINING[:count]
     nearest = copies.Nearest(np.zeros(count), np.arange(count))
-    images, _, options = open_training().sheet(nearest, lambda rows: drawn[np.asarray(rows)])
+    redraw, prompts = lambda rows: drawn[np.asarray(rows)], [f"fox {i}" for i in range(count)]
+    images, labels, options = open_training().sheet(nearest, redraw, prompts)
+    assert labels[:2] == ["fox 0 (distance 0)", "fox 1 (distance 0)"]
     rows = images.reshape(-1, options["columns"], *images.shape[1:])
     assert len(images) == 2 * pairs
     np.testing.assert_array_equal(rows[::2], rows[1::2])

@@ -81,7 +81,14 @@ def test_a_file_without_a_checksum_counts_as_damaged(folder, content):
 
 def test_orbaxs_own_files_and_temporary_files_need_no_checksum(folder):
     checksums.write(folder)
-    for name in ("commit_success.txt", "_CHECKPOINT_METADATA", "params/.hidden", "data/d.tmp"):
+    for name in (
+        "commit_success.txt",
+        "_CHECKPOINT_METADATA",
+        "params/.hidden",
+        "data/d.tmp",
+        ".diffusion_jax/x.arrow",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     assert checksums.damage(folder) is None
 

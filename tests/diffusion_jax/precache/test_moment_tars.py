@@ -13,7 +13,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.precache import moment_tars
 from diffusion_jax.precache.moment_tars import MomentOptions
 
@@ -246,5 +246,5 @@ def test_moments_are_stored_with_all_captions_and_their_weights(tmp_path):
             return *super().usable(indices)[:2], texts
 
     moment_tars.run(Several(), encode, tmp_path, {}, MomentOptions(2, 2))
-    texts = WebDataset(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
+    texts = open_tars(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
     assert texts[::3] == ["0", Captions(("3 a", "3 b"), (0.75, 0.25))]

@@ -319,12 +319,12 @@ def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
     assert fill.estimate(job, "int8").startswith("10 captions of")
     assert fill.run(job, WORK)["captions"] == 1 + 3 + 1 + 3  # "one of all" is stored once.
     store.Store(tmp_path / "store").read(["a prompt", "0", "2", "2 again", "one of all"])
-    opened = sources.open_pictures(Data("folder", path=str(pictures), text="txt:lines"), 8)
+    opened = lambda: sources.open_pictures(Data("folder", path=str(pictures), text="txt:lines"), 8)
     encoder = lookup.open_encoder(job.text)
-    lookup.check_captions(job.text, encoder, opened)
+    lookup.check_captions(job.text, encoder, opened())
     (pictures / "00002.txt").write_text("2\nedited")
     with pytest.raises(ValueError, match="'edited'"):
-        lookup.check_captions(job.text, encoder, opened)
+        lookup.check_captions(job.text, encoder, opened())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import split
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.start import changes, training_pictures
 
@@ -29,11 +29,18 @@ def config(folder, weights="", uncaptioned="error"):
 
 def test_start_derives_prompts_and_the_number_of_tokens_from_the_captions(folder):
     c = config(folder)
-    captions = set(Folder(folder).texts(range(20)))
+    captions = set(open_folder(folder).texts(range(20)))
     assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
     # Captions have six words, and this is a CPU.
     assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"
     assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(20, 16), (64, 48), (200, 64)])
+def test_start_chooses_a_batch_that_repeats_no_picture(tmp_path, count, batch_size):
+    """The batch size is a multiple of 8 devices. Of 64 pictures, 10 are held out; of 20, none."""
+    c = config(digits.write_examples(tmp_path / "set", count, size=16))
+    assert c["batch_size"] == batch_size
 
 
 class Captions(Records):

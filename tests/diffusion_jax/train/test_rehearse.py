@@ -66,7 +66,8 @@ def test_a_rehearsal_reports_the_run_without_compiling_it(tmp_path, compiled):
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
     assert lines["files"] == "34,221 pictures"
     assert lines["read"] == "256 pictures; all can be used"
-    assert lines["batch"] == "8 images per step: 1 pass of 4 on each device"
+    fits = "the largest micro batch that fits is 4"
+    assert lines["batch"] == f"8 images per step: 1 pass of 4 on each device; {fits}"
     assert lines["drawing"] == "3 examples of 8x8"
     assert lines["workdir"] == f"{tmp_path / 'new'}: a new run"
     assert lines["rehearsed"].endswith("nothing was compiled")
@@ -277,9 +278,19 @@ def test_the_flag_device_memory_overrides_the_memory_of_local_devices(tmp_path, 
     assert "a training step may not fit into a device's memory: " in caplog.text
 
 
-def test_a_step_that_needs_much_more_memory_than_available_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"a training step needs about .* --ignore_memory"):
-        report_of(tmp_path, device_memory=1e5)
+@pytest.mark.parametrize(
+    ("device_memory", "advice"),
+    [
+        (1e5, "lower batch_size, or set unet.remat=True"),
+        (8.5e6, "set optimizer.micro_batch=256, or set unet.remat=True"),
+    ],
+)
+def test_a_step_that_needs_much_more_memory_than_available_is_an_error(
+    tmp_path, device_memory, advice
+):
+    message = f"a training step needs about .* GB: {advice}, or try with --ignore_memory"
+    with pytest.raises(ValueError, match=message):
+        report_of(tmp_path, run=RUN._replace(batch_size=1024), device_memory=device_memory)
 
 
 def test_a_workdir_without_write_permission_is_an_error(tmp_path, monkeypatch):

@@ -13,32 +13,21 @@ from diffusion_jax.devices import stop_signals
 from tests.imagen_jax import commands
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
-DEFAULTS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_DFL,
-}
 _processes = []
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """Accept all signals, even if the tests run in the background or under nohup.
-
-    After a test, end the processes that it started: if it failed, they would go on for good.
-    """
-    before = {number: signal.signal(number, default) for number, default in DEFAULTS.items()}
+def no_process_stays(signals):
+    """End the processes that a test started: if it failed, they would go on for good."""
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
     while _processes:
         _processes.pop().kill()
 
 
 def hold(folder, work):
     """Hold a run's lock, and do `work`, to which the function should_stop is given."""
-    for number, default in DEFAULTS.items():
-        signal.signal(number, default)
+    for number, own in commands.HANDLERS.items():
+        signal.signal(number, own)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     release = lambda: runs.release(folder / "run")
     with runs.writing(folder / "run"), stop_signals.stopping(release) as should_stop:
@@ -142,10 +131,8 @@ def interrupted():
 
 def test_ctrl_c_in_a_command_prints_one_line_and_exits_with_code_130(capfd, monkeypatch):
     monkeypatch.setattr("sys.argv", ["command"])
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
         interrupted()
-    signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     assert capfd.readouterr().err == "stopped by Ctrl-C\n"
 

@@ -140,7 +140,9 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
     c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
     model = blocks(c) if kind == "blocks" else tasks.read(c.to_dict())
     traced, mesh = estimate.trace(model), accelerators.mesh_over(model.mesh, 8)
-    need = estimate.bytes_per_device(traced, mesh)
+    passes = optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
+    plan = memory.plan(traced, mesh, model.run.batch_size, passes, np.inf)
+    need = plan.need
     compiled = compiling.lower_step(model, sharding.make_mesh(*sizes)).compile()
     actual = compiled.memory_analysis()
     # The state and the batch match exactly, except for a few bytes of the step and the key.
@@ -149,7 +151,7 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
     assert need.total == pytest.approx(total, rel=0.1)
 
     sent = traffic.bytes_by_kind(traffic.of_hlo(compiled.as_text()))
-    model_sent = traffic.bytes_by_kind(estimate.collectives(traced, mesh))
+    model_sent = traffic.bytes_by_kind(estimate.collectives(model, plan, mesh))
     # XLA's CPU backend replaces reduce-scatter by all-reduce, which costs twice as much.
     summed = model_sent.get("all-reduce", 0) + 2 * model_sent.get("reduce-scatter", 0)
     # Gradients of kernels that are not tensor-parallel are sharded and then gathered.
@@ -159,15 +161,10 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(21, 0), (22, 1), (25, 2), (27, 3), (28, 12)])
-def test_the_largest_micro_batch_divides_the_share_of_a_device_and_fits(
-    monkeypatch, limit, expected
-):
+def test_the_largest_micro_batch_divides_the_share_of_a_device_and_fits(limit, expected):
     """A device's share is 12 pictures of 2 bytes. Several passes take 16 bytes for gradients."""
-    need = lambda traced, mesh, samples, passes: memory.Bytes(
+    need = lambda samples, passes: memory.Bytes(
         parameters=4, optimizer=0, ema=0, frozen=0, batch=0,
         temporary=2 * samples + 16 * (passes > 1),
     )  # fmt: skip
-    monkeypatch.setattr(memory, "bytes_per_device", need)
-    mesh = jax.sharding.AbstractMesh((1, 2, 1), sharding.AXES)
-    traced = memory.Traced(None, None, None, None, 0.0)  # Only `need` would read it.
-    assert memory.largest_micro_batch(traced, mesh, 24, float(limit)) == expected
+    assert memory.largest(need, 12, float(limit)) == expected

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sd_jax.unet import UNet
-from sd_jax.weights import checkpoints, formats, initial, ldm_config
+from sd_jax.weights import checkpoints, formats, ldm_config, opened
 from sd_jax.weights.ldm_config import LdmSettings
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
@@ -112,7 +112,7 @@ def test_nemos_config_gives_heads_prediction_and_size(tmp_path):
 
 
 def test_training_from_a_file_takes_heads_from_the_config(file):
-    params = initial.read_unet(file, FOUR, TEXT_WIDTH)
+    params = opened.read_unet(file, FOUR, TEXT_WIDTH)
     kernel = params["params"]["init_conv"]["kernel"]
     expected = state()["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)
     np.testing.assert_array_equal(kernel, expected)
@@ -121,15 +121,15 @@ def test_training_from_a_file_takes_heads_from_the_config(file):
 @pytest.mark.parametrize("channels", [9, 8])
 def test_training_an_inpainting_model_starts_from_one_that_reads_only_latents(file, channels):
     """The network then ignores the mask and the picture, as RunwayML initialised its model."""
-    plain = initial.read_unet(file, FOUR, TEXT_WIDTH)
-    wider = initial.read_unet(file, FOUR.clone(in_channels=channels), TEXT_WIDTH)
+    plain = opened.read_unet(file, FOUR, TEXT_WIDTH)
+    wider = opened.read_unet(file, FOUR.clone(in_channels=channels), TEXT_WIDTH)
     kernel, first = (p["params"]["init_conv"]["kernel"] for p in (plain, wider))
     np.testing.assert_array_equal(first[:, :, :4], kernel)
     assert first.shape[2] == channels and not first[:, :, 4:].any()
     drop = lambda p: {k: v for k, v in p["params"].items() if k != "init_conv"}
     jax.tree.map(np.testing.assert_array_equal, drop(wider), drop(plain))
     with pytest.raises(ValueError, match="in_channels is 4 in the file, but 7 in the config"):
-        initial.read_unet(file, FOUR.clone(in_channels=7), TEXT_WIDTH)
+        opened.read_unet(file, FOUR.clone(in_channels=7), TEXT_WIDTH)
 
 
 def test_only_the_requested_parts_are_loaded(file):
@@ -181,7 +181,7 @@ def test_unets_are_compared_by_the_setting_that_determines_their_heads():
     wide, other = FOUR.clone(num_heads=0, head_dim=16), FOUR.clone(head_dim=16)
     message = r"\(head_dim is 16 in the file, but num_heads is 4 in the config\)"
     with pytest.raises(ValueError, match=message):
-        initial._checked(checkpoints.UNetPart(wide, TEXT_WIDTH, {}), FOUR, "a", "UNet")
-    initial._checked(
+        opened._checked(checkpoints.UNetPart(wide, TEXT_WIDTH, {}), FOUR, "a", "UNet")
+    opened._checked(
         checkpoints.UNetPart(other, TEXT_WIDTH, {}), FOUR, "a", "UNet"
     )  # Its head_dim has no effect.

@@ -7,7 +7,7 @@ from diffusion_jax.weights import torch_weights
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, initial, lora_files, names, other_networks
+from sd_jax.weights import checkpoints, lora_files, names, opened, other_networks
 from tests.diffusion_jax.weights import torch_writer
 
 OTHERS = {
@@ -59,8 +59,8 @@ OTHERS = {
 }
 READERS = {
     "model": checkpoints.load,
-    "VAE": lambda path: initial.read_vae(path, VAE()),
-    "UNet": lambda path: initial.read_unet(path, UNet(), 768),
+    "VAE": lambda path: opened.read_vae(path, VAE()),
+    "UNet": lambda path: opened.read_unet(path, UNet(), 768),
 }
 
 

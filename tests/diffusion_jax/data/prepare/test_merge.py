@@ -13,7 +13,7 @@ import pytest
 from diffusion_jax import exits
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import merge
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.files import folder_lock
 
 
@@ -41,11 +41,11 @@ def tars(tmp_path):
 def test_each_image_gets_its_own_embedding(tars):
     counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
     assert counts == {"merged": 5, "no_embedding": 1}
-    records = WebDataset(tars / "out", "npy").read(range(5))
+    records = open_tars(tars / "out", "npy").read(range(5))
     assert [record.image for record in records] == [b"00", b"01", b"10", b"11", b"12"]
     for record in records:
         np.testing.assert_array_equal(record.text, np.full((2, 4), int(record.image)))
-    assert WebDataset(tars / "out").texts([4]) == ["t"]
+    assert open_tars(tars / "out").texts([4]) == ["t"]
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
 
 
@@ -60,7 +60,7 @@ def test_merge_skips_records_with_damaged_headers_and_repeated_keys(tars):
     second.write_bytes(second.read_bytes()[: end // 3] + second.read_bytes())
     counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
     assert counts == {"merged": 4, "no_embedding": 1, "duplicate_key": 1}
-    assert WebDataset(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"
+    assert open_tars(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"
 
 
 def test_merge_drops_and_counts_records_whose_checksum_is_wrong(tars):
@@ -92,7 +92,7 @@ def test_merge_joins_files_of_a_record_that_are_not_adjacent(tars):
     assert counts == {"merged": 2}
     with tarfile.open(tars / "out/00000.tar") as opened:
         assert opened.getnames() == [f"000{i}.{s}" for i in range(2) for s in ("jpg", "npy", "txt")]
-    records = WebDataset(tars / "out").read(range(2))
+    records = open_tars(tars / "out").read(range(2))
     assert [(r.image, r.text) for r in records] == [
         (b"0000.jpg", "0000.txt"),
         (b"0001.jpg", "0001.txt"),
@@ -158,7 +158,7 @@ def test_merge_copies_embeddings_in_npy_format_unchanged(tars):
     tar_files.write(tars / "e.tar", records)
     counts = merge.merge(str(tars / "images/00000.tar"), str(tars / "e.tar"), tars / "out")
     assert counts == {"merged": 1, "no_embedding": 2}
-    np.testing.assert_array_equal(WebDataset(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))
+    np.testing.assert_array_equal(open_tars(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))
 
 
 def test_merge_accepts_names_that_are_not_utf_8_and_rejects_long_suffixes(tars):

@@ -10,7 +10,7 @@ from PIL import Image
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
-from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.examples.digits import rendering as digits
 from tests.imagen_jax import commands
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def test_validate_counts_sizes_texts_and_broken_images(folder):
-    report = validate(Folder(folder, uncaptioned="drop"))
+    report = validate(open_folder(folder, uncaptioned="drop"))
     assert (report["records"], report["read"], report["usable"]) == (11, 11, 10)
     assert report["left_out"] == {"no_caption": 1}
     assert report["unusable"] == {"broken_image": 1}
@@ -61,10 +61,10 @@ def test_validate_counts_sizes_texts_and_broken_images(folder):
     assert report["smaller_side"] == {"min": 16, "p5": 16, "median": 16, "p95": 29.2, "max": 40}
     assert (report["aspect"]["median"], report["aspect"]["max"]) == (1, 2)
     assert (report["text_length"]["min"], report["empty_texts"]) == (0, 1)
-    assert report["text_length"]["max"] == max(map(len, Folder(folder, uncaptioned="drop").texts(
-        [0, 1, 2, 4, 5, 6, 7, 8, 9, 10])))  # fmt: skip
+    texts = open_folder(folder, uncaptioned="drop").texts([0, 1, 2, 4, 5, 6, 7, 8, 9, 10])
+    assert report["text_length"]["max"] == max(map(len, texts))
     assert (report["words"]["on"], report["text_words"]["max"], report["duplicates"]) == (9, 6, 0)
-    assert validate(Folder(folder, uncaptioned="drop"), num=4)["read"] == 4
+    assert validate(open_folder(folder, uncaptioned="drop"), num=4)["read"] == 4
 
 
 def test_validate_counts_duplicate_pictures_and_texts(tmp_path):
@@ -72,7 +72,7 @@ def test_validate_counts_duplicate_pictures_and_texts(tmp_path):
     (path / "00002.png").write_bytes((path / "00001.png").read_bytes())
     for name in ("00000", "00003"):
         (path / f"{name}.txt").write_text(f"The same, {name[0]}!")
-    report = validate(Folder(path))
+    report = validate(open_folder(path))
     assert (report["duplicates"], report["different_texts"]) == (1, 3)
 
 
@@ -80,7 +80,7 @@ def test_validate_counts_different_embeddings(tmp_path):
     path = digits.write_examples(tmp_path / "set", 3, size=16)
     for i, value in enumerate((1, 2, 1)):
         np.save(path / f"{i:05}.npy", np.full((2, 4), value, np.float16))
-    assert validate(Folder(path, "npy"))["different_texts"] == 2
+    assert validate(open_folder(path, "npy"))["different_texts"] == 2
 
 
 def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):

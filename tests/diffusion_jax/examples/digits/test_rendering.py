@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 
 
@@ -98,14 +98,14 @@ def test_a_size_of_digits_that_is_not_a_multiple_of_8_is_an_error():
 def test_the_digits_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
     digits.main([f"--out={tmp_path / 'examples'}", "--num=12", "--size=16"])
     assert "wrote 12 pictures" in capsys.readouterr().out
-    records = Folder(tmp_path / "examples")
+    records = open_folder(tmp_path / "examples")
     assert len(records) == 12
     assert digits.parse(records.read([11])[0].text)
 
 
 def test_the_digits_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
-    records = WebDataset(tmp_path / "00000.tar")
+    records = open_tars(tmp_path / "00000.tar")
     assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
         np.arange(5) * 617
     )[1]

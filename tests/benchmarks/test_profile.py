@@ -1,26 +1,18 @@
 """Cycles read from compiled programs, and a step as the sum of its blocks."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from benchmarks.profile import blocks, cycles, hlo, pallas, step
 from configs import base64_500m, emoji64_transformer, quickstart
 from diffusion_jax.devices import flops
 from diffusion_jax.train import memory
-from launch import accelerators
-from launch.planner import (
-    blocks,
-    cycles,
-    estimate,
-    gpu,
-    hlo,
-    pallas,
-    profiling,
-    tasks,
-)
+from launch.planner import tasks
 from tests.imagen_jax import commands
 
 # A fusion with a convolution, a copy, a loop over a reduction, a gather without overlap,
@@ -96,7 +88,8 @@ def test_a_loops_trip_count_is_read_from_its_condition_if_necessary():
 _LOOP = """
 import jax, jax.numpy as jnp
 from diffusion_jax.devices import sharding
-from launch.planner import compiling, cycles
+from benchmarks.profile import cycles
+from launch.planner import compiling
 compiling.prepare(1)
 where = sharding.replicated(compiling.one_device("v5e"))
 shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=where)
@@ -115,53 +108,6 @@ def test_on_a_tpu_six_iterations_cost_twice_as_much_as_three():
     assert six == 2 * three > 0
 
 
-_MICRO = """
-from configs import quickstart
-from launch.planner import compiling, tasks
-compiling.prepare(1)
-for size in (0, 32):
-    config = quickstart.get_config()
-    config.optimizer.micro_batch = size
-    model = tasks.read(config.to_dict())
-    text = compiling.lower_step(model, compiling.one_device("v5e")).as_text()
-    print(text.count("stablehlo.while"))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_micro_batches_are_compiled_as_a_loop_for_a_tpu():
-    whole, micro = last_two_numbers(_MICRO)
-    assert micro == whole + 1
-
-
-_SLICES = """
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from launch import accelerators
-from launch.planner import compiling, traffic
-compiling.prepare(8, "tpu")
-target = accelerators.parse("v5e:2x2*2")
-mesh = Mesh(np.array(compiling.tpu_devices(target)).reshape(2, 4), ("replica", "fsdp"))
-split = P("replica", "fsdp")
-add = lambda x: jax.lax.psum(x, "replica")
-add = jax.shard_map(add, mesh=mesh, in_specs=split, out_specs=P(None, "fsdp"))
-x = jax.ShapeDtypeStruct((2, 512, 128), np.float32, sharding=NamedSharding(mesh, split))
-(sent,) = traffic.of_hlo(jax.jit(add).lower(x).compile().as_text(), target.island)
-assert (sent.kind, sent.groups.tolist()) == ("all-reduce", [[0, 4], [1, 5], [2, 6], [3, 7]])
-print(sent.size, traffic.seconds_by_link([sent], target)["network"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_a_sum_over_two_slices_is_counted_once_as_network_traffic():
-    size, seconds = last_two_numbers(_SLICES)
-    assert size == 128 * 128 * 4
-    # Half of it is sent twice, at the 25 Gbit/s of a v5e chip.
-    assert seconds == pytest.approx(128 * 128 * 4 / 3.125e9)
-
-
 def last_two_numbers(script):
     """Run a script in its own process, and return the last two numbers it prints."""
     command = [sys.executable, "-c", script]
@@ -176,6 +122,22 @@ def test_the_grid_of_a_kernel_is_read_from_its_operands():
     assert pallas.grid_of(instruction) == pallas.KernelGrid(
         1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(
+    "sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")]
+)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
+    command = [sys.executable, "-m", "benchmarks.profile.pallas", kind, *sizes]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    forward, backward = json.loads(ended.stdout.splitlines()[-1])
+    # A lower bound is the number of cycles of the matrix products over 128 lanes. They have
+    # 256 x 384 or 512 x 4,096 scores, in two products forwards and five backwards.
+    assert 500 < forward < backward < 30_000
 
 
 @pytest.mark.parametrize(
@@ -202,36 +164,20 @@ def test_a_profile_counts_each_block_as_often_as_it_is_called():
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
     block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
-    profile = profiling.total([(block, one)], update, passes=2, kind="v5e")
+    profile = step.total([(block, one)], update, passes=2, kind="v5e")
     assert profile.cycles == {"matrix unit": 18e6, "norm": 6e6, "optimizer": 2e6}
     assert profile.layers == {"down_0_res": 16e6, "mid_res_0": 8e6, "update": 2e6}
     assert profile.mfu == pytest.approx(6 * 4e11 / 2**17 / 26e6)
     assert profile.busy == pytest.approx(6 * 4e11 / 2**17 / 24e6)
     assert profile.update == pytest.approx(2e6 / 1.503e9, rel=1e-3)
     assert profile.costliest[0].description == "6 x a: conv"
-    text = dict(profiling.table(profile))
+    text = dict(step.table(profile))
     assert "26.0 M cycles per step, 17.3 ms at 1.50 GHz" in text["compiler's estimate"]
     assert "Nothing was measured" in text["compiler's estimate"]
 
 
-def test_a_plan_uses_the_utilization_of_a_profile():
-    model = tasks.read(quickstart.get_config().to_dict())
-    traced = estimate.trace(model)
-    target = accelerators.parse("v5e:1x1")
-    f = estimate.plan(traced, target, mfu=0.5, pictures=0, update=0.25)
-    assert f["mfu"] == 0.5 and f["seconds"]["update"] == 0.25
-
-
-def test_the_description_of_a_gpu_has_xlas_text_format():
-    text = gpu.text(gpu.DEVICES["h100"])
-    assert "shared_memory_per_block_optin: 232448" in text and "major: 9" in text
-    assert text.count("{") == text.count("}") == 4
-
-
-def test_profile_with_a_gpu_target_is_an_error():
-    ended = commands.run(
-        "launch.plan", "--config=configs/quickstart.py", "--target=h100:8", "--profile"
-    )
+def test_a_profile_for_a_gpu_is_an_error():
+    ended = commands.run("benchmarks.profile", "--config=configs/quickstart.py", "--target=h100:8")
     assert ended.code == 2 and "does not make for h100: choose a target from v5e, v5p" in ended.err
 
 
@@ -239,8 +185,8 @@ def test_profile_with_a_gpu_target_is_an_error():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_profile_is_printed_for_a_tpu_without_the_hardware():
     ended = commands.run(
-        "launch.plan", "--config=configs/quickstart.py", "--config.unet.embed_dim=32",
-        "--target=v5e:1x1", "--fast", "--profile", "--config.batch_size=8",
+        "benchmarks.profile", "--config=configs/quickstart.py", "--config.unet.embed_dim=32",
+        "--target=v5e:1x1", "--config.batch_size=8",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert (

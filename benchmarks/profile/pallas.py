@@ -5,11 +5,11 @@ steps times instruction bundles per step. libtpu writes the number of bundles in
 final schedule ("schedule-analysis_final_bundles"), for a program that contains only this kernel.
 The estimate ignores stalls, and it counts instructions that a step may skip.
 
-    python -m launch.planner.pallas v5e 1024 1152 64 masked
+    python -m benchmarks.profile.pallas v5e 1024 1152 64 masked
 
 This command compiles the forward and the backward kernel for 1024 queries, 1152 keys with a mask
 (or "unmasked") and head dimension 64 on a v5e, and prints the number of bundles of each as JSON.
-The planner runs this command in a new process for each size, because libtpu reads the path of its
+The profile runs this command in a new process for each size, because libtpu reads the path of its
 dump only once per process.
 """
 
@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.profile import hlo
+from benchmarks.profile.hlo import Instruction
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import attention
-from launch.planner import compiling, hlo
-from launch.planner.hlo import Instruction
+from launch.planner import compiling
 
 _OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}")
 
@@ -88,7 +89,7 @@ def bundles(kind: str, queries: int, keys: int, head_dim: int, masked: bool) -> 
     words = [kind, str(queries), str(keys), str(head_dim), "masked" if masked else "unmasked"]
 
     def measure() -> list[int]:
-        command = [sys.executable, "-m", "launch.planner.pallas", *words]
+        command = [sys.executable, "-m", "benchmarks.profile.pallas", *words]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             raise ValueError(f"an attention kernel cannot be compiled: {process.stderr[-2000:]}")

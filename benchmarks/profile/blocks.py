@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh
 
+from benchmarks.profile import cycles, pallas
+from benchmarks.profile.cycles import Cost
 from diffusion_jax.devices import flops, sharding
 from diffusion_jax.train import loop, memory, optimizer
 from launch.accelerators import KINDS
-from launch.planner import compiling, cycles, pallas
-from launch.planner.cycles import Cost
+from launch.planner import compiling
 from launch.planner.tasks import PlannedTask
 
 UPDATE = "update"
@@ -154,7 +155,7 @@ def record(model: PlannedTask, samples: int) -> list[NetworkBlock]:
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, samples)
     jax.eval_shape(loss, model.state.params, frozen, batch, memory.abstract_keys(samples))
     if not blocks:
-        raise ValueError("the loss calls no flax module, so there are no blocks: omit --profile")
+        raise ValueError("the loss calls no flax module, so there are no blocks: add --whole")
     return list(blocks.values())
 
 

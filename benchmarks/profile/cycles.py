@@ -2,15 +2,15 @@
 
 The compiler, libtpu, writes `estimated_cycles` into compiled programs. These estimates come from a
 model of the TPU core and its memory, not from measurements. libtpu gives no estimates for Pallas
-kernels; kernels.py estimates attention kernels.
+kernels; pallas.py estimates attention kernels.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from launch.planner import hlo
-from launch.planner.hlo import HloProgram, Instruction
+from benchmarks.profile import hlo
+from benchmarks.profile.hlo import HloProgram, Instruction
 
 # bfloat16 FLOP per cycle of one JAX device. A v5e has four matrix units of 128 x 128, a v5p has
 # eight (in two cores), and a v6e and half a v7x chip (one JAX device) have four of 256 x 256. With

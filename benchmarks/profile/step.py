@@ -1,12 +1,18 @@
 """Profile of a train step on a TPU, from the compiler's estimates: nothing runs on a TPU."""
 
 import collections
+import sys
 from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh
 
-from launch.planner import blocks, compiling, cycles, estimate
-from launch.planner.blocks import NetworkBlock, Profile
+from benchmarks.profile import blocks, cycles
+from benchmarks.profile.blocks import NetworkBlock, Profile
+from diffusion_jax.devices import sharding
+from diffusion_jax.train import optimizer
+from launch import accelerators
+from launch.accelerators import Target
+from launch.planner import compiling
 from launch.planner.tasks import PlannedTask
 
 
@@ -14,9 +20,24 @@ def check(kind: str) -> None:
     """Raise ValueError if the compiler for this kind of accelerator does not estimate cycles."""
     if kind not in cycles.FLOP_PER_CYCLE:
         raise ValueError(
-            f"--profile needs the TPU compiler's estimates of cycles, which it does not make for "
+            f"a profile needs the TPU compiler's estimates of cycles, which it does not make for "
             f"{kind}: choose a target from {', '.join(cycles.FLOP_PER_CYCLE)}"
         )
+
+
+def of(model: PlannedTask, target: Target, whole: bool) -> Profile:
+    """Compile a train step for a TPU slice, and return its profile.
+
+    The step is compiled as a whole program or, by default, block by block. Lines on stderr tell
+    how far the blocks are. Raises ValueError if the mesh does not suit the target or the blocks.
+    """
+    mesh = accelerators.mesh_over(model.mesh, target.devices)
+    if whole:
+        compiled, _ = compiling.analyse(model, target, mesh)
+        assert compiled.program is not None  # It exists for TPUs, which `check` demands.
+        return of_program(compiled.program, model, mesh, target.name)
+    report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    return of_blocks(model, mesh, target.name, report)
 
 
 def of_blocks(
@@ -33,12 +54,11 @@ def of_blocks(
     """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
-            "mesh.tensor splits blocks over devices, but --profile --fast compiles each block for "
-            "one device: omit --fast, or set --config.mesh.tensor=1"
+            "mesh.tensor splits blocks over devices, but each block is compiled for one device: "
+            "add --whole, or set mesh.tensor=1"
         )
-    parts = blocks.record(model, estimate.local_batch(model, mesh))
-    passes = estimate.passes(model, mesh)
-    rows = []
+    samples, passes = _micro_batch(model, mesh)
+    parts, rows = blocks.record(model, samples), []
     for i, block in enumerate(parts, 1):
         report(f"{i} of {len(parts)}: {block.label}")
         rows.append((block, blocks.measure(block, kind)))
@@ -94,13 +114,20 @@ def of_program(
     program: compiling.CompiledProgram, model: PlannedTask, mesh: AbstractMesh, kind: str
 ) -> Profile:
     """Return the profile of a whole train step, compiled for this mesh."""
-    parts = blocks.record(model, estimate.local_batch(model, mesh))
+    samples, passes = _micro_batch(model, mesh)
+    parts = blocks.record(model, samples)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
-    work *= estimate.passes(model, mesh) / mesh.shape["tensor"]
+    work *= passes / mesh.shape["tensor"]
     step = blocks.measured(program, kind, "the whole program", work)
     order = lambda counts: dict(sorted(counts.items(), key=lambda item: -item[1]))
     layers = order({name or "other": n for name, n in step.layers.items()})
     return step._replace(cycles=order(step.cycles), layers=layers)
+
+
+def _micro_batch(model: PlannedTask, mesh: AbstractMesh) -> tuple[int, int]:
+    """Return (samples per device and pass, passes per step)."""
+    passes = optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
+    return model.run.batch_size // (sharding.batch_ways(mesh) * passes), passes
 
 
 def table(profile: Profile) -> list[tuple[str, str]]:
