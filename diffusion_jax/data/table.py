@@ -114,6 +114,7 @@ class Table(Records):
         """The folder of the table, or None if it is in memory."""
         self.card = _read_card(home, card)
         self.card |= {} if root is None else {"root": root}
+        self._contents = home if isinstance(home, Mapping) else {}
         self._parts = [
             _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
             for part in self.card["parts"]
@@ -138,6 +139,16 @@ class Table(Records):
     def whole(self) -> "Table":
         """Return the table of which this is a view."""
         return self.view(np.arange(self._firsts[-1]))
+
+    def copy(self, home: str | os.PathLike[str]) -> None:
+        """Write the whole table into another folder. It names the data set by its absolute path."""
+        folder, root = files.path(home), self.card["root"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in files_of(self.card):
+            content = self._contents.get(name) or (self.home / name).read_bytes()
+            files.write_whole(folder / name, content)
+        card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
+        files.write_whole(folder / CARD, _written(card))
 
     def id(self) -> str:
         """Return a digest of all rows with their texts. Copies of a data set have equal digests."""
@@ -186,6 +197,22 @@ class Table(Records):
         codes = (self._parts[part].origins(row) for part, row in self._inside(indices))
         return [tuple(self.card["origins"][code] for code in of_row) for of_row in codes]
 
+    def row(self, index: int) -> Row:
+        """Return all that is known of a row."""
+        [(part, row)] = self._inside([index])
+        return self._parts[part].row(row, self)._replace(origins=self.origins([index])[0])
+
+    def distinct(self, column: str) -> Iterator[tuple[Any, int, int]]:
+        """Yield (value, number, first row) of each distinct value in each part of the whole table.
+
+        `column` is "text" or "origin". A text that is in several parts is yielded several times.
+        """
+        for part, start in zip(self._parts, self._firsts, strict=False):
+            for number, count, row in part.distinct(column):
+                text = column == "text"
+                value = part.distinct_text(number, self) if text else self.card["origins"][number]
+                yield value, count, int(start) + row
+
     def bare(self) -> Int[np.ndarray, "N"]:
         """Return the rows without any text, of the whole table."""
         parts = zip(self._parts, self._firsts, strict=False)
@@ -200,17 +227,17 @@ class Table(Records):
         return np.concatenate([part.lacks_mask() for part in self._parts])
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of each file that is no row."""
+        """Yield (name, reason) of each file that is no row, and of each picture without a text."""
         for row in range(len(self._left["name"])):
             yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
+        yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
 
     def inventory(self) -> Inventory:
         """Return the files that were used and left out, and the pictures that a view leaves out."""
         inventory = Inventory(self.card["inventory"])
-        if self._rows is not None and (left := int(self._firsts[-1]) - len(self._rows)):
-            inventory.counts[PICTURES] -= left
-            bare = np.setdiff1d(self.bare(), self._rows)
-            inventory.add("no_caption", self.whole().names(bare[:3].tolist()), len(bare))
+        inventory.counts[PICTURES] -= int(self._firsts[-1]) - len(self)
+        if dropped := self._dropped():
+            inventory.add("no_caption", self.whole().names(dropped[:3]), len(dropped))
         return inventory
 
     def files(self) -> list[str]:
@@ -238,7 +265,11 @@ class Table(Records):
             part = bisect.bisect_right(firsts, row) - 1
             yield part, row - firsts[part]
 
-    def _record(self, row: "_Found", contents: Sequence[bytes | Unusable]) -> Record:
+    def _dropped(self) -> list[int]:
+        """Return the rows of the whole table without any text that the view does not have."""
+        return [] if self._rows is None else np.setdiff1d(self.bare(), self._rows).tolist()
+
+    def _record(self, row: Row, contents: Sequence[bytes | Unusable]) -> Record:
         image, *rest = contents
         mask = rest.pop(0) if row.mask else None
         text = _joined(row.text, rest)
@@ -255,16 +286,6 @@ class Table(Records):
             at = parts == part
             values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
         return values
-
-
-class _Found(NamedTuple):
-    """A row of a table, with paths instead of the numbers of files."""
-
-    image: Place
-    text: Any
-    name: str
-    numbers: Mapping[str, Any]
-    mask: Place | None
 
 
 class _Part:
@@ -286,6 +307,13 @@ class _Part:
         for number in np.flatnonzero(alone).tolist():
             yield os.fsdecode(self._texts["text"][number]).partition("\0")[2]
 
+    def distinct(self, column: str) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, count, first row) of each distinct number in a column of lists."""
+        lists = self.rows["text"] if column == "text" else self._names["origin"]
+        numbers, first, counts = np.unique(lists.values, return_index=True, return_counts=True)
+        rows = np.searchsorted(lists.firsts, first, side="right") - 1
+        yield from zip(numbers.tolist(), counts.tolist(), rows.tolist(), strict=True)
+
     def bare(self) -> np.ndarray:
         return np.flatnonzero(np.diff(self.rows["text"].firsts) == 0)
 
@@ -298,11 +326,11 @@ class _Part:
     def lacks_mask(self) -> np.ndarray:
         return np.diff(self._names["mask"].firsts) == 0
 
-    def row(self, row: int, table: Table) -> _Found:
+    def row(self, row: int, table: Table) -> Row:
         mask = self._names["mask"][row]
-        return _Found(
-            self.place(row, table), self.text(row, table), self.name(row, table),
-            {name: self._number(name, row) for name in table.card["fields"]},
+        return Row(
+            self.name(row, table), int(self.rows["key"][row]), self.place(row, table),
+            self.text(row, table), (), {n: self._number(n, row) for n in table.card["fields"]},
             Place(table.path(os.fsdecode(mask))) if mask else None,
         )  # fmt: skip
 
@@ -329,14 +357,14 @@ class _Part:
         numbers = self.rows["text"][row]
         if not numbers:
             return table._bare
-        texts = [self._text(number, table) for number in numbers]
+        texts = [self.distinct_text(number, table) for number in numbers]
         weights = self.rows["weight"][row] if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
             pairs = zip(texts, weights or [1.0] * len(texts), strict=True)
             return [text._replace(weight=weight) for text, weight in pairs]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
 
-    def _text(self, number: int, table: Table) -> Any:
+    def distinct_text(self, number: int, table: Table) -> Any:
         text, kind = self._texts["text"][number], self._texts["kind"][number]
         if kind == _CAPTION:
             return text.decode()
@@ -357,20 +385,20 @@ class _Lists:
     """A mapped column of lists."""
 
     def __init__(self, firsts: Int[np.ndarray, "L"], values: np.ndarray):
-        self.firsts, self._values = firsts, values
+        self.firsts, self.values = firsts, values
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
     def __getitem__(self, row: int) -> Any:
-        return self._values[self.firsts[row] : self.firsts[row + 1]].tolist()
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tolist()
 
 
 class _Bytes(_Lists):
     """A mapped column of large_binary."""
 
     def __getitem__(self, row: int) -> bytes:
-        return self._values[self.firsts[row] : self.firsts[row + 1]].tobytes()
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tobytes()
 
 
 def write(
@@ -429,7 +457,7 @@ def write(
         "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
         "stamps": {name: stamp for name, stamp in known.items() if name in containers},
     }  # fmt: skip
-    written = json.dumps(card | {"check": _check(card)}, indent=1).encode()
+    written = _written(card)
     if isinstance(home, dict):
         home[CARD] = written
     else:
@@ -661,6 +689,10 @@ def _read_card(home: Any, name: str) -> dict[str, Any]:
     if card.pop("check") != _check(card):
         raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
     return card
+
+
+def _written(card: Mapping[str, Any]) -> bytes:
+    return json.dumps(card | {"check": _check(card)}, indent=1).encode()
 
 
 def _check(card: Mapping[str, Any]) -> int:
