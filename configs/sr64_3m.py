@@ -26,9 +26,8 @@ def get_config() -> ConfigDict:
         low_res=True,
         noise_aug=True,
     )
-    # The small picture already determines the coarse content, so the loss is not weighted: the
-    # weight min_snr has no effect with the default limit, diffusion.min_snr=0.
-    c.diffusion.update(p_mean=0.0, p_std=1.2, weight="min_snr")
+    # The small picture already determines the coarse content, so the loss is not weighted.
+    c.diffusion.update(p_mean=0.0, p_std=1.2, weight="none")
     # The first stage's pictures have errors. Noise augmentation of this level teaches this model to
     # correct them.
     c.super_resolution.update(factor=2, aug_sigma=0.1)
