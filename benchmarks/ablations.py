@@ -172,7 +172,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "weighting": {
         "none": {},
         "EDM": _weighting("edm"),
-        "min-SNR-5": _weighting("min_snr(min_snr=5)"),
+        "min-SNR-5": _weighting("min_snr(5)"),
         "P2": _weighting("p2"),
         "uncertainty": _weighting("uncertainty"),
     },
@@ -328,7 +328,7 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
     c |= {"seed": seed, "steps": steps, "batch_size": BATCH, "log_every": steps, "keep_last": 1}
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
-    c["diffusion"]["weight"] = "min_snr"  # diffusion.min_snr is 0, which means no weighting.
+    c["diffusion"]["weight"] = "none"
     # The base writes regular snapshots, from which averages of other widths are computed. The other
     # runs need no averages of other widths, and write a single snapshot, at the last step.
     every = steps if changes else 0

@@ -27,7 +27,7 @@ from configs import base64_500m
 def get_config() -> ConfigDict:
     c = base64_500m.get_config()
     # At 64x64 pixels, four times the sigma of the quick start's 16x16 hides as much of a picture.
-    c.diffusion = ConfigDict({"predicts": "x0", "p_mean": 1.0, "p_std": 1.2, "weight": "min_snr"})
+    c.diffusion = ConfigDict({"predicts": "x0", "p_mean": 1.0, "p_std": 1.2})
     c.sampler.update(name="dpmpp_2m", sigma_max=80.0)
     c.optimizer.update(name="muon", schedule="wsd")
     c.data.text = "npy,long.npy"

@@ -6,6 +6,7 @@ arrays, such as the text, its mask and a low-resolution image. A further input o
 more name in it.
 """
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,39 +33,11 @@ Condition = Mapping[str, Array]
 _SIGMA, _KEPT, _OFFSET, _SECOND_SIGMA, _TARGET, _INPUTS, _FIELDS = range(1, 8)
 
 
-class System(NamedTuple):
+class System(abc.ABC):
     """What a system supplies. Batches are those of Task."""
 
     unet: Any
     """The network, a Flax module. It is called as unet.apply(params, x, time, **condition)."""
-    example: Callable[[], Mapping[str, Any]]
-    """() -> the arguments of unet.init: x, time and a condition, for one image."""
-    target: Callable[[Frozen, Batch, Keys], Images]
-    """(frozen, batch, keys) -> x0: what the network denoises, pixels or latents."""
-    text: Callable[[Frozen, Batch], Condition]
-    """(frozen, batch) -> the condition that the texts of the batch give."""
-    dropped: Callable[[Frozen, Condition], Condition]
-    """(frozen, condition) -> the condition that training uses in place of dropped texts."""
-    conditions: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
-    """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
-    guidance_kinds.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
-    sample_shape: Callable[[Batch], tuple[int, int, int]]
-    """batch -> the shape [H, W, C] in which the sampler draws an image."""
-    decode: Callable[[Frozen, Batch, Images], Images]
-    """(frozen, batch, x0) -> images in about [-1, 1]."""
-    editor: Callable[[Frozen, Batch, Keys], Callable[[SamplerFunction], SamplerFunction]]
-    """(frozen, batch, keys) -> a function that adapts the sampler to the batch's "image"."""
-    training_inputs: Callable[[Frozen, Batch, Images, Keys], Condition] = (
-        lambda frozen, batch, x0, keys: {}
-    )
-    """(frozen, batch, x0, keys) -> the inputs that training adds to those of the text."""
-    sampling_inputs: Callable[[Frozen, Batch, Keys, Images | None], tuple[Keys, Condition]] = (
-        lambda frozen, batch, keys, x0: (keys, {})
-    )
-    """(frozen, batch, keys, x0) -> the keys for the image's noise, and the inputs added to those
-    of the text. The held-out loss passes x0; sampling passes None."""
-    wrap_denoiser: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
-    """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
     fields: Sequence[Field] = ()
     """Named numbers of each image, such as an aesthetic score, which are also inputs of the network
     (nn/picture_fields.py)."""
@@ -74,6 +47,65 @@ class System(NamedTuple):
     """The probability with which training drops each field."""
     unit_start: bool = False
     """Whether sampling starts from noise of level sqrt(1 + sigma^2) instead of sigma."""
+
+    @abc.abstractmethod
+    def example(self) -> Mapping[str, Any]:
+        """Return the arguments of unet.init: x, time and a condition, for one image."""
+
+    @abc.abstractmethod
+    def target(self, frozen: Frozen, batch: Batch, keys: Keys) -> Images:
+        """Return x0: what the network denoises, pixels or latents."""
+
+    @abc.abstractmethod
+    def text(self, frozen: Frozen, batch: Batch) -> Condition:
+        """Return the condition that the texts of the batch give."""
+
+    @abc.abstractmethod
+    def dropped(self, frozen: Frozen, condition: Condition) -> Condition:
+        """Return the condition that training uses in place of dropped texts."""
+
+    @abc.abstractmethod
+    def conditions(self, frozen: Frozen, batch: Batch) -> Mapping[str, Callable[[], Condition]]:
+        """Return, for sampling, functions that compute the conditions under each name.
+
+        The names are those of guidance_kinds.py: COND, NEGATIVE and EMPTY. The last two hold only
+        what differs from COND.
+        """
+
+    @abc.abstractmethod
+    def sample_shape(self, batch: Batch) -> tuple[int, int, int]:
+        """Return the shape [H, W, C] in which the sampler draws an image."""
+
+    @abc.abstractmethod
+    def editor(
+        self, frozen: Frozen, batch: Batch, keys: Keys
+    ) -> Callable[[SamplerFunction], SamplerFunction]:
+        """Return a function that adapts the sampler to the batch's "image"."""
+
+    def decode(self, frozen: Frozen, batch: Batch, x0: Images) -> Images:
+        """Return images in about [-1, 1]."""
+        return x0
+
+    def training_inputs(self, frozen: Frozen, batch: Batch, x0: Images, keys: Keys) -> Condition:
+        """Return the inputs that training adds to those of the text."""
+        return {}
+
+    def sampling_inputs(
+        self, frozen: Frozen, batch: Batch, keys: Keys, x0: Images | None
+    ) -> tuple[Keys, Condition]:
+        """Return the keys for the image's noise, and the inputs added to those of the text.
+
+        The held-out loss passes x0; sampling passes None.
+        """
+        return keys, {}
+
+    def wrap_denoiser(self, frozen: Frozen, denoise: Denoiser) -> Denoiser:
+        """Return the denoiser that the sampler calls: with a threshold or previews."""
+        return denoise
+
+    def constrain(self, params: Params) -> Params:
+        """Return the parameters to use after an update of a training step (see Task)."""
+        return params
 
 
 class SecondNetwork(NamedTuple):
@@ -142,7 +174,8 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
     levels = lambda n: noise.quantiles(objective.noise, n)
     sampler_inputs = make_sampler_inputs(system, diffusion, sampler)
     sample = samplers.make_sample(sampler_inputs, sampler)
-    return Task(init, loss, sample, frozen, RULES, Measure(levels, errors), sampler_inputs)
+    measure, constrain = Measure(levels, errors), system.constrain
+    return Task(init, loss, sample, frozen, RULES, measure, sampler_inputs, constrain)
 
 
 def make_sampler_inputs(

@@ -64,6 +64,8 @@ class Task(NamedTuple):
     sampler_inputs: InputsFunction | None = None
     """Maps the arguments of `sample` to SamplerInputs, which hold the sampler's arguments.
     `sample` calls this function."""
+    constrain: Callable[[Params], Params] = lambda params: params
+    """Maps updated parameters to those that a training step returns, as for weights of length 1."""
 
 
 def to_range(

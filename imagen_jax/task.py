@@ -9,10 +9,12 @@ from diffusion_jax import model
 from diffusion_jax.config import picture_fields
 from diffusion_jax.diffusion import editing, guidance_kinds, samplers
 from diffusion_jax.model import SecondNetwork, System
+from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
+from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.settings import Settings
 
 
@@ -35,7 +37,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         ValueError: The sampling grid is spaced in time, but the noise defines no times.
     """
     frozen = {"text": encoder.frozen}
-    return model.make_task(system(s, encoder), s.diffusion, s.sampler, s.text.drop_prob, frozen)
+    return model.make_task(Imagen(s, encoder), s.diffusion, s.sampler, s.text.drop_prob, frozen)
 
 
 def make_sampler_inputs(
@@ -51,89 +53,94 @@ def make_sampler_inputs(
         strength: When the model draws over a picture, the share of the sampling steps that it runs.
     """
     guiding = guide and SecondNetwork(guide.unet, guide.diffusion)
-    return model.make_sampler_inputs(system(s, encoder, strength), s.diffusion, s.sampler, guiding)
+    return model.make_sampler_inputs(Imagen(s, encoder, strength), s.diffusion, s.sampler, guiding)
 
 
-def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
-    """Return what Imagen supplies. The arguments are those of `make_sampler_inputs`."""
-    unet, factor, side = s.unet, s.super_resolution.factor, s.unet.image_size
-    objective = s.diffusion.objective
-    threshold = s.sampler.limit
-    prompt = s.sampler.negative_prompt
-    negative_tokens = encoder.tokenize([prompt]) if prompt else {}
-    named = picture_fields.read(s.data.fields)
+class Imagen(System):
+    """What Imagen supplies: pixels, texts and low-resolution images."""
 
-    def text(frozen, batch):
-        embeddings, mask = encoder.encode(frozen["text"], batch)  # [B, L, D], [B, L]
+    def __init__(self, s: Settings, encoder: TextEncoder, strength: float = 1.0) -> None:
+        """The arguments are those of `make_sampler_inputs`."""
+        self.s, self.encoder, self.strength, self.unet = s, encoder, strength, s.unet
+        self.factor, self.scalings = s.super_resolution.factor, s.diffusion.objective.scalings
+        self.fields = picture_fields.read(s.data.fields)
+        self.field_values = picture_fields.values(self.fields, s.sampler.fields)
+        self.field_drop_prob = s.data.fields_drop_prob if self.fields else 0.0
+        prompt = s.sampler.negative_prompt
+        self.negative_tokens = encoder.tokenize([prompt]) if prompt else None
+
+    def example(self):
+        return example_inputs(self.unet, self.s.text.width)
+
+    def target(self, frozen, batch, keys):
+        return to_range(batch["image"])
+
+    def text(self, frozen, batch):
+        embeddings, mask = self.encoder.encode(frozen["text"], batch)  # [B, L, D], [B, L]
         return {"text": embeddings, "text_mask": mask}
 
-    def empty(condition):
+    def dropped(self, frozen, condition):
         """Replace the text by zeros, and keep its mask, as in NeMo."""
+        del frozen
         return {**condition, "text": jnp.zeros_like(condition["text"])}
 
-    def conditions(frozen, batch):
-        given = text(frozen, batch)
+    def conditions(self, frozen, batch):
+        """Compute the text once. Without a negative prompt, guidance leads away from zeros."""
+        given = self.text(frozen, batch)
 
         def negative():
-            if not prompt:
-                return empty(given)
-            tokens = {name: jnp.asarray(row) for name, row in negative_tokens.items()}
+            if self.negative_tokens is None:
+                return self.dropped(frozen, given)
+            tokens = {name: jnp.asarray(row) for name, row in self.negative_tokens.items()}
             repeated = lambda x: x.repeat(len(given["text"]), 0)
-            return {name: repeated(x) for name, x in text(frozen, tokens).items()}
+            return {name: repeated(x) for name, x in self.text(frozen, tokens).items()}
 
         return {
             guidance_kinds.COND: lambda: given,
             guidance_kinds.NEGATIVE: negative,
-            guidance_kinds.EMPTY: lambda: empty(given),
+            guidance_kinds.EMPTY: lambda: self.dropped(frozen, given),
         }
 
-    def sample_shape(batch):
-        if factor > 1:
+    def sample_shape(self, batch):
+        """Return the shape of the low-resolution images times the factor, or the sampler's."""
+        if self.factor > 1:
             height, width = batch["low_res"].shape[1:3]
-            return factor * height, factor * width, 3
-        return s.sampler.height or side, s.sampler.width or side, 3
+            return self.factor * height, self.factor * width, 3
+        sampler, side = self.s.sampler, self.unet.image_size
+        return sampler.height or side, sampler.width or side, 3
 
-    def training_inputs(frozen, batch, x0, keys):
-        added = {"dropout_keys": keys} if getattr(unet, "dropout", 0) else {}
-        if factor == 1:
+    def training_inputs(self, frozen, batch, x0, keys):
+        """Return small images, perhaps with noise of random levels, and the keys of dropout."""
+        added = {"dropout_keys": keys} if getattr(self.unet, "dropout", 0) else {}
+        if self.factor == 1:
             return added
-        small = super_resolution.shrink(x0, factor)
-        if not unet.noise_aug:
+        small = super_resolution.shrink(x0, self.factor)
+        if not self.unet.noise_aug:
             return {"low_res": small, **added}
-        noisy = super_resolution.at_random_levels(small, objective.noise, keys, objective.scalings)
-        return {**noisy, **added}
+        noise = self.s.diffusion.objective.noise
+        return {**super_resolution.at_random_levels(small, noise, keys, self.scalings), **added}
 
-    def sampling_inputs(frozen, batch, keys, x0):
-        if factor == 1:
+    def sampling_inputs(self, frozen, batch, keys, x0):
+        """Return small images with noise of the level super_resolution.aug_sigma."""
+        if self.factor == 1:
             return keys, {}
-        small = batch["low_res"] if x0 is None else super_resolution.shrink(x0, factor)
-        keys, low_keys = super_resolution.own_keys(keys, factor * small.shape[1])
-        aug_sigma = s.super_resolution.aug_sigma if unet.noise_aug else None
-        return keys, super_resolution.at_level(small, aug_sigma, low_keys, objective.scalings)
+        small = batch["low_res"] if x0 is None else super_resolution.shrink(x0, self.factor)
+        keys, low_keys = super_resolution.own_keys(keys, self.factor * small.shape[1])
+        aug_sigma = self.s.super_resolution.aug_sigma if self.unet.noise_aug else None
+        return keys, super_resolution.at_level(small, aug_sigma, low_keys, self.scalings)
 
-    def editor(frozen, batch, keys):
+    def editor(self, frozen, batch, keys):
+        """Return a function that adapts the sampler to pictures, and to masks if there are any."""
         image, mask = to_range(batch["image"]), batch.get("mask")
         eps = samplers.initial_noise(keys, image.shape[1:], 1)
         redrawn = None if mask is None else mask[..., None]  # [B, H, W, 1]
-        return lambda sampler: editing.wrap(sampler, image, eps, strength, redrawn)
+        return lambda sampler: editing.wrap(sampler, image, eps, self.strength, redrawn)
 
-    return System(
-        unet=unet,
-        example=lambda: example_inputs(unet, s.text.width),
-        target=lambda frozen, batch, keys: to_range(batch["image"]),
-        text=text,
-        dropped=lambda frozen, condition: empty(condition),
-        conditions=conditions,
-        sample_shape=sample_shape,
-        decode=lambda frozen, batch, x: x,
-        editor=editor,
-        training_inputs=training_inputs,
-        sampling_inputs=sampling_inputs,
-        wrap_denoiser=lambda frozen, denoise: threshold(denoise),
-        fields=named,
-        field_values=picture_fields.values(named, s.sampler.fields),
-        field_drop_prob=s.data.fields_drop_prob if named else 0.0,
-    )
+    def wrap_denoiser(self, frozen, denoise):
+        return self.s.sampler.limit(denoise)
+
+    def constrain(self, params):
+        return forced(params) if isinstance(self.unet, MagnitudeUNet) else params
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, Any]]:

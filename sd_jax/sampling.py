@@ -61,108 +61,119 @@ def make_sampler_inputs(
         guide: The settings of a second model that guides this one; None for no such model.
     """
     guiding = guide and SecondNetwork(guide.unet, guide.diffusion)
-    return model.make_sampler_inputs(system(p, encoder, preview), p.diffusion, p.sampler, guiding)
+    system = StableDiffusion(p, encoder, preview)
+    return model.make_sampler_inputs(system, p.diffusion, p.sampler, guiding)
 
 
-def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
-    """Return what Stable Diffusion supplies. The arguments are those of `make_sampler_inputs`."""
-    unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
-    named = picture_fields.read(p.fields)
+class StableDiffusion(System):
+    """What Stable Diffusion supplies: latents of a VAE, and prompts."""
 
-    def example():
-        size = p.latents.image_size // factor
-        x = jnp.zeros((1, size, size, unet.in_channels))
-        return {"x": x, "time": jnp.zeros(1), "text": jnp.zeros((1, 1, encoder.width))}
+    def __init__(
+        self,
+        p: Pipeline,
+        encoder: TextEncoder,
+        preview: Preview | None = None,
+        field_drop_prob: float = 0.0,
+    ) -> None:
+        """The first arguments are those of `make_sampler_inputs`, the last is System's."""
+        self.p, self.encoder, self.preview = p, encoder, preview
+        self.unet, self.factor = p.unet, vae_module.factor(p.vae)
+        self.fields = picture_fields.read(p.fields)
+        self.field_values = picture_fields.values(self.fields, p.sampler.fields)
+        self.field_drop_prob = field_drop_prob if self.fields else 0.0
+        self.unit_start = p.sampler.unit_start
 
-    def target(frozen, batch, keys):
+    def example(self):
+        """Return zeros, with one token of text."""
+        size = self.p.latents.image_size // self.factor
+        x = jnp.zeros((1, size, size, self.unet.in_channels))
+        return {"x": x, "time": jnp.zeros(1), "text": jnp.zeros((1, 1, self.encoder.width))}
+
+    def target(self, frozen, batch, keys):
+        """Return latents, drawn from the posterior with the batch's moments or those of the VAE."""
         moments = batch.get("moments")
         if moments is None:
-            pixels = to_range(batch[IMAGE], p.latents.pixels)
-            moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
-        return p.latents.to_unet(posterior_sample(keys, moments))
+            pixels = to_range(batch[IMAGE], self.p.latents.pixels)
+            moments: Any = self.p.vae.apply(frozen["vae"], pixels, method="encode")
+        return self.p.latents.to_unet(posterior_sample(keys, moments))
 
-    def text(frozen, batch):
-        return {"text": attended(p, encoder, frozen, batch)}  # [B, L, D]
+    def text(self, frozen, batch):
+        return {"text": attended(self.p, self.encoder, frozen, batch)}  # [B, L, D]
 
-    def dropped(frozen, condition):
+    def dropped(self, frozen, condition):
+        """Return the text that conditioning.drop_to names: zeros, or the empty text."""
         given = condition["text"]
-        if p.conditioning.drop_to != "empty":
+        if self.p.conditioning.drop_to != "empty":
             return {"text": jnp.zeros_like(given)}
-        tokens = {name: jnp.asarray(row) for name, row in encoder.tokenize([""]).items()}
-        return {"text": jnp.broadcast_to(attended(p, encoder, frozen, tokens), given.shape)}
+        tokens = {name: jnp.asarray(row) for name, row in self.encoder.tokenize([""]).items()}
+        empty = attended(self.p, self.encoder, frozen, tokens)
+        return {"text": jnp.broadcast_to(empty, given.shape)}
 
-    def conditions(frozen, batch):
+    def conditions(self, frozen, batch):
+        """Return a function for each text, and UNSEEN if the UNet sees the picture to edit."""
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
         empties = [""] * len(next(iter(batch.values())))
 
         def empty():
-            if WEIGHTS not in batch or encoder.tokenize_weighted is None:
-                return encoder.tokenize(empties)
-            num_chunks = batch[WEIGHTS].shape[1] // encoder.max_tokens
-            return encoder.tokenize_weighted(empties, num_chunks)
+            if WEIGHTS not in batch or self.encoder.tokenize_weighted is None:
+                return self.encoder.tokenize(empties)
+            num_chunks = batch[WEIGHTS].shape[1] // self.encoder.max_tokens
+            return self.encoder.tokenize_weighted(empties, num_chunks)
 
         def unseen():
-            shape = len(empties), *sample_shape(batch)
-            return {**text(frozen, negatives), "picture": jnp.zeros(shape)}
+            shape = len(empties), *self.sample_shape(batch)
+            return {**self.text(frozen, negatives), "picture": jnp.zeros(shape)}
 
         known = {
-            guidance_kinds.COND: lambda: text(frozen, batch),
-            guidance_kinds.NEGATIVE: lambda: text(frozen, negatives),
-            guidance_kinds.EMPTY: lambda: text(frozen, empty()),
+            guidance_kinds.COND: lambda: self.text(frozen, batch),
+            guidance_kinds.NEGATIVE: lambda: self.text(frozen, negatives),
+            guidance_kinds.EMPTY: lambda: {"text": attended(self.p, self.encoder, frozen, empty())},
         }
-        return known | ({guidance_kinds.UNSEEN: unseen} if p.sees == PIX2PIX else {})
+        return known | ({guidance_kinds.UNSEEN: unseen} if self.p.sees == PIX2PIX else {})
 
-    def training_inputs(frozen, batch, x0, keys):
-        if not p.sees:
+    def training_inputs(self, frozen, batch, x0, keys):
+        """Return the picture with a random mask if the UNet inpaints."""
+        if not self.p.sees:
             return {}
         mask = masks.random_masks(keys, *batch[IMAGE].shape[1:3])
-        return {"picture": editing.seen(p, frozen["vae"], batch[IMAGE], mask)}
+        return {"picture": editing.seen(self.p, frozen["vae"], batch[IMAGE], mask)}
 
-    def sampling_inputs(frozen, batch, keys, x0):
-        if x0 is not None or not p.sees:
-            return keys, training_inputs(frozen, batch, x0, keys)
-        shape = len(next(iter(batch.values()))), *p.output_shape
+    def sampling_inputs(self, frozen, batch, keys, x0):
+        """Return the picture and the mask of the batch if the UNet sees them."""
+        if x0 is not None:
+            return keys, self.training_inputs(frozen, batch, x0, keys)
+        if not self.p.sees:
+            return keys, {}
+        shape = len(next(iter(batch.values()))), *self.p.output_shape
         pictures = jnp.asarray(batch.get(IMAGE, np.zeros((*shape, 3), np.uint8)))
         mask = jnp.asarray(batch.get(MASK, np.ones(pictures.shape[:3], bool)))
-        return keys, {"picture": editing.seen(p, frozen["vae"], pictures, mask)}
+        return keys, {"picture": editing.seen(self.p, frozen["vae"], pictures, mask)}
 
-    def sample_shape(batch):
-        height, width = batch[IMAGE].shape[1:3] if IMAGE in batch else p.output_shape
-        return height // factor, width // factor, p.vae.latent_channels
+    def sample_shape(self, batch):
+        """Return the shape of the latents of the batch's pictures, or of the sampler's size."""
+        height, width = batch[IMAGE].shape[1:3] if IMAGE in batch else self.p.output_shape
+        return height // self.factor, width // self.factor, self.p.vae.latent_channels
 
-    def decode(frozen, batch, x):
-        z = p.latents.to_vae(x)
-        at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
-        to_pixels = lambda z: vae.apply(frozen["vae"], z, method="decode")
+    def decode(self, frozen, batch, x0):
+        """Decode latents. With a mask, pixels that are not redrawn keep their colours."""
+        z = self.p.latents.to_vae(x0)
+        at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * self.factor**2))
+        to_pixels = lambda z: self.p.vae.apply(frozen["vae"], z, method="decode")
         images = vae_module.decode_in_slices(to_pixels, z, at_once)
         if MASK not in batch:
             return images
         return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
-    def wrap_denoiser(frozen, denoise):
-        if not preview:
-            return denoise
-        matrix, grey = colours(p, frozen["vae"])
-        return programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
+    def editor(self, frozen, batch, keys):
+        return editing.editor(self.p, frozen["vae"], batch, keys)
 
-    return System(
-        unet=unet,
-        example=example,
-        target=target,
-        text=text,
-        dropped=dropped,
-        conditions=conditions,
-        sample_shape=sample_shape,
-        decode=decode,
-        editor=lambda frozen, batch, keys: editing.editor(p, frozen["vae"], batch, keys),
-        training_inputs=training_inputs,
-        sampling_inputs=sampling_inputs,
-        wrap_denoiser=wrap_denoiser,
-        fields=named,
-        field_values=picture_fields.values(named, p.sampler.fields),
-        unit_start=p.sampler.unit_start,
-    )
+    def wrap_denoiser(self, frozen, denoise):
+        """Show the denoised latents to `preview`, if there is one."""
+        if not self.preview:
+            return denoise
+        matrix, grey = colours(self.p, frozen["vae"])
+        return programs.watched(denoise, self.preview, lambda x0: x0 @ matrix + grey)
 
 
 def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> LatentArray:

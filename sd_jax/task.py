@@ -11,7 +11,7 @@ from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from sd_jax import textual_inversion
 from sd_jax import vae as vae_module
-from sd_jax.sampling import system
+from sd_jax.sampling import StableDiffusion
 from sd_jax.settings import Settings, uses_moments
 
 
@@ -28,10 +28,9 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         vae_params: The weights of the VAE, which are also frozen. They may be None for training on
             moments without sampling.
     """
-    supplied, frozen = system(s.pipeline, encoder), {"text": encoder.frozen, "vae": vae_params}
-    if s.data.fields:
-        supplied = supplied._replace(field_drop_prob=s.data.fields_drop_prob)
-    return model.make_task(supplied, s.diffusion, s.sampler, s.text.drop_prob, frozen)
+    system = StableDiffusion(s.pipeline, encoder, field_drop_prob=s.data.fields_drop_prob)
+    frozen = {"text": encoder.frozen, "vae": vae_params}
+    return model.make_task(system, s.diffusion, s.sampler, s.text.drop_prob, frozen)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:

@@ -37,6 +37,7 @@ def adapt(task: Task, base: Params) -> Task:
         frozen={"task": task.frozen, "base": base},
         measure=task.measure and task.measure._replace(errors=with_word(task.measure.errors)),
         sampler_inputs=task.sampler_inputs and with_word(task.sampler_inputs),
+        constrain=lambda params: params,
     )
 
 

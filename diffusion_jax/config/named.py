@@ -65,8 +65,9 @@ class Table(dict[str, Any]):
                 field of the same name, if there is one. Otherwise, it keeps the function's default.
 
         Raises:
-            ValueError: A name or a parameter is unknown, a call gives too many values, or `text`
-                joins names although the table does not allow this.
+            ValueError: A name or a parameter is unknown, a call gives too many values, `text`
+                joins names although the table does not allow this, or a parameter has neither a
+                value nor a default. The last is checked only with a `group`.
         """
         parts = calls(field, text, self)
         if len(parts) > 1 and not self.joins:
@@ -77,7 +78,7 @@ class Table(dict[str, Any]):
 
     def _bind(self, field: str, call: Call, group: Any) -> functools.partial:
         one_of(field, call.name, self)
-        parameters = list(self.parameters(call.name))
+        parameters = self.parameters(call.name)
         written = {**dict(zip(parameters, call.positional, strict=False)), **call.by_name}
         unknown = [name for name in call.by_name if name not in parameters]
         if unknown or len(call.positional) > len(parameters):
@@ -85,7 +86,14 @@ class Table(dict[str, Any]):
             takes = f"takes only {', '.join(parameters)}" if parameters else "takes no parameters"
             raise ValueError(f"{field} gives {call.name} {wrong}, but {call.name} {takes}")
         fields = {name: getattr(group, name) for name in parameters if hasattr(group, name)}
-        return functools.partial(self.function(call.name), **{**fields, **written})
+        values = {**fields, **written}
+        required = [name for name, p in parameters.items() if p.default is p.empty]
+        if group is not None and (missing := [name for name in required if name not in values]):
+            raise ValueError(
+                f"{field} is {call.name!r}, but {call.name} needs a value of {missing[0]}: write "
+                f"{call.name}({missing[0]}=VALUE)" + ", or none" * ("none" in self)
+            )
+        return functools.partial(self.function(call.name), **values)
 
 
 def one_of(field: str, value: Any, names: Iterable[str]) -> None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-VERSION = 6
+from diffusion_jax.config import named
+
+VERSION = 7
 """The version that this code writes. Configs of version 0 hold neither a version nor a system."""
 IMAGE_KEYS = 5
 """The first version in which training draws the noise of each image from a key of its own."""
@@ -63,6 +65,16 @@ def _micro_batch(passes: int, config: Mapping[str, Any]) -> int:
     return micro_batch
 
 
+def _weight(gamma: float, config: Mapping[str, Any]) -> str:
+    """Return the diffusion.weight that contains the limit `gamma` of "min_snr"; 0 meant none."""
+    text = config["diffusion"].get("weight", "min_snr")
+    call = named.calls("diffusion.weight", text)[0]
+    if call.name != "min_snr":
+        return text
+    limit = [*call.positional, *call.by_name.values(), gamma][0]
+    return f"min_snr({limit})" if limit else "none"
+
+
 CHANGES: tuple[Change, ...] = (
     # "precomputed" meant stored embeddings of T5, as in NeMo. Now data.text names the embeddings.
     Change(2, "text.encoder", values={"precomputed": "t5"}),
@@ -78,6 +90,14 @@ CHANGES: tuple[Change, ...] = (
         convert=_micro_batch,
         value="batch_size / passes / devices",
     ),
+    Change(
+        7,
+        "diffusion.min_snr",
+        "diffusion.weight",
+        convert=_weight,
+        value='"min_snr(5)" with your number, or "none" for 0',
+    ),
+    Change(7, "diffusion.weight", values={"min_snr": "none"}),
 )
 
 

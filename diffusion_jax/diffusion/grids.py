@@ -75,7 +75,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, options: GridOptions) -
     check(noise, name)
     sigmas, times = GRIDS.bound("sampler.grid", name)(noise, s, options, end)
     if len(sigmas) == s.steps:
-        sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
+        sigmas = jnp.append(sigmas, noise.least)
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
     if times is None:
         return Grid(sigmas, noise.time)
@@ -254,7 +254,7 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
 
 def _has_end(noise: Noise, options: GridOptions) -> bool:
     """Return whether `leading` and `linspace` place n + 1 times, the last of which is the end."""
-    return options.includes_end or (not noise.steps and noise.end == "zero")
+    return options.includes_end or (not noise.steps and not noise.least)
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:

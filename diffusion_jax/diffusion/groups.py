@@ -29,9 +29,6 @@ class Diffusion(Group):
     offset_noise: ranges.Share = 0.0
     """The strength of offset noise: one random number per image and channel, added to the noise of
     the whole channel. It helps a model to draw very dark and very bright images; 0 for none."""
-    min_snr: ranges.Scale = 0.0
-    """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
-    use 5). 0 leaves the loss unweighted."""
     noise: NoiseName = "lognormal"
     """The distribution of noise levels in training: "lognormal" (EDM), "logit_normal" or
     "uniform_flow" (rectified flow), "cosine" or "linear" (continuous DDPM), Stable Diffusion's
@@ -40,10 +37,11 @@ class Diffusion(Group):
     distance: DistanceName = "l2"
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
-    weight: WeightName = "min_snr"
-    """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
-    2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
-    "uncertainty" (learned during training, as in EDM2)."""
+    weight: WeightName = "none"
+    """The weight of each noise level in the loss: "none", "min_snr(5)" (Hang et al. 2023, with
+    their limit 5 on the signal-to-noise ratio), "p2" (Choi et al. 2022), "edm" (Karras et al.
+    2022), "flow" (the loss of a network that predicts the flow), or "uncertainty" (learned during
+    training, as in EDM2)."""
     method: Annotated[str, METHODS] = "denoise"
     """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
     noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns

@@ -32,8 +32,7 @@ Positive = Annotated[int | float, Interval("(0, inf)")]
 class Noise(NamedTuple):
     """The distribution of noise levels in training, and the time that the network sees for each.
 
-    Sampling takes its noise levels from a grid instead (grids.py). `grid` and `end` are the
-    defaults for this grid.
+    Sampling takes its noise levels from a grid instead (grids.py).
     """
 
     draw: DrawSigma
@@ -46,10 +45,11 @@ class Noise(NamedTuple):
     if the noise has no times, as in EDM."""
     steps: int = 0
     """Number of steps of a discrete schedule; 0 for a continuous one."""
-    grid: str = "karras"
-    """The default sampling grid, a key of GRIDS; "" uses the sampler's default."""
-    end: str = "zero"
-    """The default end of the grid, "zero" or "sigma_min"; "" uses the sampler's default."""
+
+    @property
+    def least(self) -> Scalar:
+        """The noise level at time 0, or 0 if the noise has no times."""
+        return 0.0 if self.level is None else self.level(jnp.zeros(1))[0]
 
     def bounds(self, sigma_min: Scalar, sigma_max: Scalar) -> tuple[Scalar, Scalar]:
         """Return the smallest and the largest noise level for sampling.
@@ -78,10 +78,7 @@ def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:
 
 
 def lognormal(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
-    """Build EDM's noise: ln sigma ~ N(p_mean, p_std^2) in training (Karras et al. 2022, Table 1).
-
-    Sampling uses EDM's grid, "karras".
-    """
+    """Build EDM's noise: ln sigma ~ N(p_mean, p_std^2) (Karras et al. 2022, Table 1)."""
     return Noise(draw_lognormal(p_mean, p_std), precond.log_snr)
 
 
@@ -143,21 +140,19 @@ NoiseName = Annotated[str, NOISES]
 def continuous_noise(log_snr: LogSNR) -> Noise:
     """Build the noise of DDPM in continuous time, from a schedule that maps time to the log-SNR.
 
-    Training draws times uniformly. Sampling uses evenly spaced times by default.
+    Training draws times uniformly.
     """
     level = lambda t: sigma_of(log_snr(t))
-    return Noise(uniform_time(log_snr), precond.log_snr, level, grid="even", end="")
+    return Noise(uniform_time(log_snr), precond.log_snr, level)
 
 
 def discrete_noise(log_alphas: LogAlphas) -> Noise:
     """Build the noise of DDPM on a discrete schedule, from a table of ln alpha, as in LDM.
 
-    Training draws the steps of the table uniformly. By default, sampling ends at the noise level of
-    time 0, which is above 0.
+    Training draws the steps of the table uniformly.
     """
     level, steps = lambda t: sigma_at(log_alphas, t), len(log_alphas)
-    time = time_of(log_alphas)
-    return Noise(uniform_steps(log_alphas), time, level, steps, grid="", end="sigma_min")
+    return Noise(uniform_steps(log_alphas), time_of(log_alphas), level, steps)
 
 
 def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
@@ -168,7 +163,7 @@ def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
     """
     least = 2.0**-20  # Keeps the level at t = 1 finite, as in `with_zero_terminal_snr`.
     level = lambda t: shift * t / jnp.maximum(1 - t, least)
-    return Noise(draw, precond.log_snr, level, grid="even", end="zero")
+    return Noise(draw, precond.log_snr, level)
 
 
 def draw_lognormal(mean: int | float, std: int | float) -> DrawSigma:

@@ -32,6 +32,7 @@ Net = Callable[..., Network]
 LEARNED_WEIGHTING = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
 NonNegative = Annotated[int | float, Interval("[0, inf)")]
+Positive = Annotated[int | float, Interval("(0, inf)")]
 
 
 class Weighting(NamedTuple):
@@ -227,11 +228,10 @@ def bound(d: Any) -> tuple[functools.partial, ...]:
             "prediction 'eps' of diffusion.predicts is undefined (zero terminal SNR): set "
             "diffusion.predicts to v or flow"
         )
-    weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
-    if d.training.own_loss and weighted:
+    if d.training.own_loss and (d.distance, d.weight) != ("l2", "none"):
         raise ValueError(
-            f"diffusion.method is {d.method!r}, whose own loss ignores diffusion.distance, "
-            "diffusion.weight and diffusion.min_snr: set them to l2, min_snr and 0, their defaults"
+            f"diffusion.method is {d.method!r}, whose own loss ignores diffusion.distance and "
+            "diffusion.weight: set them to l2 and none, their defaults"
         )
     return make_noise, prediction, make_weighting
 
@@ -248,16 +248,18 @@ def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> We
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
 
-def min_snr(*, min_snr: NonNegative = 5.0) -> Weighting:
+def none() -> Weighting:
+    """Do not weight the loss of F."""
+    return Weighting(lambda params, sigma, c_out, losses: losses)
+
+
+def min_snr(*, gamma: Positive) -> Weighting:
     """Build Min-SNR-gamma (Hang et al. 2023, section 3.4): |D - x0|^2 has weight min(snr, gamma).
 
-    The parameter `min_snr` is gamma. With 0, the loss of F is not weighted. Relative to the
-    eps-loss, the weight is min(snr, gamma) / snr. Relative to the v-loss, it is
+    Relative to the eps-loss, the weight is min(snr, gamma) / snr. Relative to the v-loss, it is
     min(snr, gamma) / (snr + 1).
     """
-    if not min_snr:
-        return Weighting(lambda params, sigma, c_out, losses: losses)
-    return x0_weighting(lambda snr: jnp.minimum(snr, min_snr))
+    return x0_weighting(lambda snr: jnp.minimum(snr, gamma))
 
 
 def p2(*, k: NonNegative = 1.0, gamma: NonNegative = 1.0) -> Weighting:
@@ -265,7 +267,7 @@ def p2(*, k: NonNegative = 1.0, gamma: NonNegative = 1.0) -> Weighting:
     return x0_weighting(lambda snr: snr / (k + snr) ** gamma)
 
 
-def edm(*, sigma_data: Annotated[int | float, Interval("(0, inf)")] = 0.5) -> Weighting:
+def edm(*, sigma_data: Positive = 0.5) -> Weighting:
     """Build EDM's weighting of |D - x0|^2 (Karras et al. 2022, Table 1).
 
     The weight is lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma * sigma_data)^2.
@@ -306,6 +308,7 @@ def uncertainty(*, channels: Annotated[int, Interval("[1, 65536]")] = 128) -> We
 
 
 WEIGHTINGS = Table(
+    none=none,
     min_snr=min_snr,
     p2=p2,
     edm=edm,

@@ -172,15 +172,29 @@ def check_method(d: Any, s: Any) -> None:
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group's fields `grid` and `end` name the grid and its end. If a field is "", the default of
-    the noise applies. If that default is "" too, the default of the sampler applies.
+    The group's fields `grid` and `end` name the grid and its end. If a field is "", its default
+    applies (see `default_grid`).
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
-    name, end = s.grid or noise.grid or s.method.grid, s.end or noise.end or s.method.end
     with jax.ensure_compile_time_eval():  # Grids may call numpy, also while a function is traced.
-        return grids.make_grid(noise, s, name, end, s.method.grid_options)
+        grid, end = default_grid(noise, s.method)
+        return grids.make_grid(noise, s, s.grid or grid, s.end or end, s.method.grid_options)
+
+
+def default_grid(noise: Noise, method: Method) -> tuple[str, str]:
+    """Return the default grid, a key of GRIDS, and its default end, one of ENDS.
+
+    A noise without times, such as EDM's, has EDM's grid. A table of levels has the sampler's grid,
+    and ends at its smallest level. Other noises have evenly spaced times, and end at 0 if the level
+    at time 0 is 0, as in rectified flow.
+    """
+    if noise.level is None:
+        return "karras", "zero"
+    if noise.steps:
+        return method.grid, "sigma_min"
+    return "even", method.end if noise.least else "zero"
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:

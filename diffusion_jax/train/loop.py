@@ -266,6 +266,7 @@ def make_step(
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
         averages_from=averages_from,
+        constrain=task.constrain,
     )
     # Metrics are replicated like state.step, so that each process can read them.
     step = ambient(layout.step.mesh, step)

@@ -10,7 +10,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PRNGKeyArray
 
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.moving_average import (
@@ -72,6 +71,7 @@ def make_train_step(
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
     averages_from: int = 0,
+    constrain: Callable[[Params], Params] = lambda params: params,
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
@@ -95,6 +95,7 @@ def make_train_step(
         decay_at: (a decay in `ema_decays`, state.step - averages_from) -> the decay to use at this
             step.
         averages_from: The step at which the averages began.
+        constrain: Maps updated parameters to those that the step returns (see Task).
     """
 
     gradient = _mean_gradient(loss_fn, passes)
@@ -110,7 +111,7 @@ def make_train_step(
             updates, opt_state = tx.update(
                 _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
             )
-            params = forced(optax.apply_updates(state.params, updates))
+            params = constrain(optax.apply_updates(state.params, updates))
             params = keep_finite(finite, params, state.params)
         with jax.named_scope("averages"):
             age = state.step - averages_from if averages_from else state.step

@@ -53,6 +53,7 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
         rules=[(r"/(down|up)$", FSDP), *task.rules],
         measure=task.measure and task.measure._replace(errors=errors),
         sampler_inputs=task.sampler_inputs and drawn(task.sampler_inputs, s),
+        constrain=lambda params: params,
     )
 
 

@@ -71,7 +71,7 @@ def departures(s: Settings) -> list[str]:
         ("text.drop_prob", s.text.drop_prob, 0.0),
         ("diffusion.predicts", s.diffusion.predicts, "v"),
         ("diffusion.offset_noise", s.diffusion.offset_noise, 0.0),
-        ("diffusion.min_snr", s.diffusion.min_snr, 0.0),
+        ("diffusion.weight", s.diffusion.weight, "none"),
         ("latents.image_size", s.latents.image_size, 512),
         ("latents.pixels", s.latents.pixels, "unit"),
         ("sampler.name", s.sampler.name, "ddim"), ("sampler.steps", s.sampler.steps, 50),

@@ -23,28 +23,47 @@ def show(params, x, time, text, score):
     return jnp.broadcast_to(level[:, None, None, None], x.shape)
 
 
-def a_task(drop_prob=0.0, network=show, diffusion=DIFFUSION):
-    """Return a Task for 4x4 pixels, whose network also reads a number per image, its "score"."""
-    score = lambda batch: {"score": batch["score"]}
-    text = lambda frozen, batch: {"text": batch["text"], **score(batch)}
-    dropped = lambda frozen, condition: {
-        "text": jnp.zeros_like(condition["text"]), "score": condition["score"]
-    }  # fmt: skip
-    system = model.System(
-        unet=types.SimpleNamespace(apply=network),
-        example=dict,
-        target=lambda frozen, batch, keys: batch["image"],
-        text=text,
-        dropped=dropped,
-        conditions=lambda frozen, batch: {
-            guidance_kinds.COND: lambda: text(frozen, batch),
+class Texts(model.System):
+    """A system of 4x4 pixels, whose network reads the text of the batch."""
+
+    def __init__(self, network, **attributes):
+        self.unet = types.SimpleNamespace(apply=network)
+        vars(self).update(attributes)
+
+    def example(self):
+        return {}
+
+    def target(self, frozen, batch, keys):
+        return batch["image"]
+
+    def text(self, frozen, batch):
+        return {"text": batch["text"]}
+
+    def dropped(self, frozen, condition):
+        return {**condition, "text": jnp.zeros_like(condition["text"])}
+
+    def conditions(self, frozen, batch):
+        return {
+            guidance_kinds.COND: lambda: self.text(frozen, batch),
             guidance_kinds.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
-        },
-        sample_shape=lambda batch: (4, 4, 3),
-        decode=lambda frozen, batch, x: x,
-        editor=lambda frozen, batch, keys: lambda sampler: sampler,
-    )
-    return model.make_task(system, diffusion, SAMPLER, drop_prob, {"text": ()})
+        }
+
+    def sample_shape(self, batch):
+        return 4, 4, 3
+
+    def editor(self, frozen, batch, keys):
+        return lambda sampler: sampler
+
+
+class Scored(Texts):
+    """Its network also reads a number per image, its "score"."""
+
+    def text(self, frozen, batch):
+        return {"text": batch["text"], "score": batch["score"]}
+
+
+def a_task(drop_prob=0.0, network=show, diffusion=DIFFUSION):
+    return model.make_task(Scored(network), diffusion, SAMPLER, drop_prob, {"text": ()})
 
 
 def a_batch(size):
@@ -128,26 +147,8 @@ def test_a_loss_that_is_not_finite_affects_only_its_range_of_sigma():
 def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
     """The model of 4x4 pixels with the fields "score", from 0 to 10, and "year"."""
     named = picture_fields.read(("score=0..10", "year=1900..2000"))
-    text = lambda frozen, batch: {"text": batch["text"]}
-    empty = lambda condition: {"text": jnp.zeros_like(condition["text"])}
-    system = model.System(
-        unet=types.SimpleNamespace(apply=network),
-        example=dict,
-        target=lambda frozen, batch, keys: batch["image"],
-        text=text,
-        dropped=lambda frozen, condition: empty(condition),
-        conditions=lambda frozen, batch: {
-            guidance_kinds.COND: lambda: text(frozen, batch),
-            guidance_kinds.NEGATIVE: lambda: empty(batch),
-        },
-        sample_shape=lambda batch: (4, 4, 3),
-        decode=lambda frozen, batch, x: x,
-        editor=lambda frozen, batch, keys: lambda sampler: sampler,
-        fields=named,
-        field_values=values,
-        field_drop_prob=field_drop_prob,
-    )
-    return model.make_task(system, DIFFUSION, SAMPLER, drop_prob, {"text": ()})
+    fields = {"fields": named, "field_values": values, "field_drop_prob": field_drop_prob}
+    return model.make_task(Texts(network, **fields), DIFFUSION, SAMPLER, drop_prob, {"text": ()})
 
 
 def scored(size):

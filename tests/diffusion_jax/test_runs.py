@@ -253,6 +253,38 @@ def test_a_damaged_config_of_version_5_is_an_error(tmp_path, damage):
         runs.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("old", "weight"),
+    [
+        ({"weight": "min_snr", "min_snr": 0.0}, "none"),
+        ({"weight": "min_snr", "min_snr": 5.0}, "min_snr(5.0)"),
+        ({"weight": "min_snr(3)", "min_snr": 5.0}, "min_snr(3)"),
+        ({"weight": "min_snr(min_snr=0)", "min_snr": 5.0}, "none"),
+        ({"min_snr": 5.0}, "min_snr(5.0)"),
+        ({"weight": "min_snr"}, "none"),
+        ({"weight": "p2(k=2)", "min_snr": 5.0}, "p2(k=2)"),
+        ({}, "none"),
+    ],
+)
+def test_the_limit_of_a_version_6_config_moves_into_its_weight(tmp_path, old, weight):
+    now = config(diffusion__weight=weight)
+    diffusion = {k: v for k, v in now["diffusion"].items() if k != "weight"}
+    write(tmp_path, {**now, "diffusion": diffusion | old, "version": 6})
+    assert systems.complete(runs.load(tmp_path))["diffusion"]["weight"] == weight
+    runs.claim(tmp_path, now)  # The run can be continued.
+
+
+@pytest.mark.parametrize(
+    "diffusion", [{"weight": 3, "min_snr": 5.0}, {"weight": "min_snr(", "min_snr": 5.0}]
+)
+def test_a_damaged_weight_of_a_version_6_config_is_an_error(tmp_path, diffusion):
+    write(tmp_path, config() | {"diffusion": diffusion, "version": 6})
+    with pytest.raises(
+        ValueError, match=r"diffusion\.(min_snr .* is damaged|weight is 'min_snr\(')"
+    ):
+        runs.load(tmp_path)
+
+
 def test_a_removed_field_that_changed_the_model_is_an_error(tmp_path, changes):
     write(tmp_path, old_config(gain=2.0))
     with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer supports"):

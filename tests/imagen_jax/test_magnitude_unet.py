@@ -121,7 +121,7 @@ def trained(authors):
         weight_decay=0.0,
     )
     tx = optimizer.make_optimizer(settings, 4)
-    step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf))
+    step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf, constrain=magnitude.forced))
     # The authors' layers normalize weights in the first pass, ours at initialization.
     now = state.init_state(magnitude.forced(random_params(unet)), tx, (0.5,))
     batch = {**{k: jnp.asarray(authors[k]) for k in ("x", "time", "target")}, **text_of(authors)}

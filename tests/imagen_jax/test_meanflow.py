@@ -164,11 +164,18 @@ def test_stable_diffusion_samples_along_the_mean_velocity():
     np.testing.assert_allclose(drawn, 3 * z / s.latents.scale, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("read", [imagen.settings, tiny.settings])
+def test_the_weight_min_snr_needs_its_limit(read):
+    message = r"diffusion.weight is 'min_snr', but min_snr needs a value of gamma: .*, or none"
+    with pytest.raises(ValueError, match=message):
+        read(diffusion__weight="min_snr")
+
+
 def test_loss_settings_that_meanflow_ignores_are_errors():
     c = imagen.quickstart.get_config()
     c.diffusion.method = "meanflow"
-    with pytest.raises(ValueError, match=r"whose own loss ignores .*: set them to l2, min_snr"):
+    with pytest.raises(ValueError, match=r"whose own loss ignores .*: set them to l2 and none"):
         read_settings(c.to_dict())
-    c.diffusion.update(weight="min_snr", method="meanflow(omega=-1)")
+    c.diffusion.update(weight="none", method="meanflow(omega=-1)")
     with pytest.raises(ValueError, match="omega"):
         read_settings(c.to_dict())

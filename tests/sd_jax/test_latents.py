@@ -118,7 +118,7 @@ def test_latents_are_shifted_and_scaled_in_training_editing_decoding_and_preview
     assert batch["image"].shape == (1, 8, 8, 3) and task.frozen["vae"]["params"].keys() == {
         "encoder", "decoder"
     }  # fmt: skip
-    system = sampling.system(p, lookup.open_encoder(s.text))
+    system = sampling.StableDiffusion(p, lookup.open_encoder(s.text))
     moments = SD3.apply(params, to_range(images), method="encode")
     plain = sampling.posterior_sample(keys, moments)
     target = system.target({"vae": params}, {"image": jnp.asarray(images)}, keys)

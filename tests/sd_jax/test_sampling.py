@@ -178,7 +178,8 @@ def inputs_of(channels, batch, x0=None):
     """Return what a UNet with `channels` inputs sees besides the latents, for three images."""
     p = PIPELINE._replace(unet=PIPELINE.unet.clone(in_channels=channels))
     texts = sampling.prompts(ENCODER, ["a", "bcd", ""], "ugly")
-    _, seen = sampling.system(p, ENCODER).sampling_inputs({"vae": {}}, {**texts, **batch}, KEYS, x0)
+    system, batch = sampling.StableDiffusion(p, ENCODER), {**texts, **batch}
+    _, seen = system.sampling_inputs({"vae": {}}, batch, KEYS, x0)
     return np.asarray(seen["picture"])
 
 

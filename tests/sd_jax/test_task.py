@@ -83,8 +83,8 @@ def ldm_loss(s, batch, keys, f):
     target = eps if s.diffusion.predicts == "eps" else a * eps - b * x0
     snr = (a**2 / b**2)[:, 0, 0, 0]
     weight = np.ones(4)
-    if s.diffusion.min_snr:
-        gamma = np.minimum(snr, s.diffusion.min_snr)
+    if s.diffusion.weight != "none":
+        gamma = np.minimum(snr, 5)
         weight = gamma / snr if s.diffusion.predicts == "eps" else gamma / (snr + 1)
     loss = ((f(a * x0 + b * eps, t, keep) - target) ** 2).mean((1, 2, 3))
     return weight * loss, loss
@@ -95,8 +95,8 @@ def ldm_loss(s, batch, keys, f):
     [
         {"predicts": "eps"},
         {"predicts": "v"},
-        {"predicts": "eps", "offset_noise": 0.1, "min_snr": 5.0},
-        {"predicts": "v", "min_snr": 5.0},
+        {"predicts": "eps", "offset_noise": 0.1, "weight": "min_snr(5)"},
+        {"predicts": "v", "weight": "min_snr(5)"},
     ],
     ids=str,
 )

@@ -36,6 +36,15 @@ def test_a_field_overrides_the_default_and_parentheses_override_the_field():
     assert value("scaled(4)", group) == 40
 
 
+def test_a_parameter_without_a_default_needs_a_value_or_a_field():
+    table = named.Table(halved=lambda x, *, by: x / by, none=lambda x: x)
+    message = r"f is 'halved', but halved needs a value of by: write halved\(by=VALUE\), or none"
+    with pytest.raises(ValueError, match=message):
+        table.bound("f", "halved", types.SimpleNamespace())
+    assert table.bound("f", "halved(4)", types.SimpleNamespace())(8) == 2
+    assert table.bound("f", "halved", types.SimpleNamespace(by=2))(8) == 4
+
+
 def test_a_table_entry_can_name_a_function_that_is_imported_on_first_use():
     assert TABLE.bound("f", "elsewhere")([3.0, 4.0]) == 3.5
 

@@ -30,11 +30,11 @@ def factor(predicts, **fields):
 
 
 def test_min_snr_weights_match_the_paper_for_every_prediction():
-    np.testing.assert_allclose(factor("eps", min_snr=5.0), [0.05, 1, 1], rtol=1e-5)
+    np.testing.assert_allclose(factor("eps", weight="min_snr(5)"), [0.05, 1, 1], rtol=1e-5)
     np.testing.assert_allclose(
         factor("v", weight="min_snr(5)"), np.minimum(SNR, 5) / (SNR + 1), rtol=1e-5
     )
-    np.testing.assert_allclose(factor("x0", min_snr=5.0), np.minimum(SNR, 5), rtol=1e-5)
+    np.testing.assert_allclose(factor("x0", weight="min_snr(5)"), np.minimum(SNR, 5), rtol=1e-5)
     np.testing.assert_array_equal(factor("v"), 1)
 
 

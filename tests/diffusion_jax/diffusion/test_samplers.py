@@ -449,13 +449,30 @@ def test_every_grid_of_every_noise_is_equal_inside_and_outside_jit(name, grid, e
     assert outside[-1] == pytest.approx(0 if end == "zero" else least, rel=1e-3)
 
 
-def test_a_noise_table_can_have_the_karras_grid_as_its_default():
-    s = Sampler(**vars(SETTINGS), name="unipc", end="zero")
-    table = noise.discrete_noise(noise.ldm_log_alphas())._replace(grid="karras")
+def test_a_karras_grid_on_a_noise_table_starts_at_the_last_level_of_the_table():
+    s = Sampler(**vars(SETTINGS), name="unipc", grid="karras", end="zero")
+    table = noise.discrete_noise(noise.ldm_log_alphas())
     levels = lambda: samplers.sampling_grid(table, s).sigmas
     outside = levels()
     assert float(outside[0]) == pytest.approx(14.6146, rel=1e-5)  # The table's last level.
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler", "grid"),
+    [
+        ("lognormal", "ddpm", ("karras", "zero")),
+        ("uniform_flow", "ddpm", ("even", "zero")),
+        ("logit_normal(shift=3)", "plms", ("even", "zero")),
+        ("cosine", "ddpm", ("even", "sigma_min")),
+        ("linear", "plms", ("even", "zero")),
+        ("scaled_linear", "ddpm", ("ldm", "sigma_min")),
+        ("zero_terminal_snr", "heun", ("even", "sigma_min")),
+    ],
+)
+def test_the_default_grid_follows_from_the_noise_and_the_sampler(name, sampler, grid):
+    model = noise.NOISES.bound("diffusion.noise", name)()
+    assert samplers.default_grid(model, samplers.SAMPLERS[sampler]) == grid
 
 
 def test_a_grid_in_time_is_rejected_for_a_noise_without_times():
