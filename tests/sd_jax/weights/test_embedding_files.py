@@ -15,7 +15,6 @@ from PIL import Image, PngImagePlugin
 from diffusion_jax.text import clip, embed, hashed, tokenize
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing
-from sd_jax.drawing import File
 from sd_jax.weights import checkpoints, embedding_files, lora_files
 from tests.diffusion_jax.weights import torch_writer
 
@@ -200,7 +199,7 @@ def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_p
     torch_weights.write(tmp_path / "both.safetensors", {**lora, f"bundle_emb.fox.{name}": vectors})
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
     draw = lambda lora, **changes: (
-        drawing.load(published / "d", file=File(lora=[str(tmp_path / lora)]), **values, **changes)
+        drawing.load(published / "d", lora=[tmp_path / lora], **values, **changes)
         .draw("a fox").images
     )  # fmt: skip
     bundled = draw("both.safetensors")
