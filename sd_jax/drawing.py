@@ -128,13 +128,11 @@ class StableDiffusion(Model):
         return card | describe_additions(self.file, self.values[0])
 
 
-def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) -> StableDiffusion:
+def load(path: str | os.PathLike[str], **values: Any) -> StableDiffusion:
     """Open a training run, a diffusers directory or a single checkpoint file, to draw with it.
 
     Args:
         path: The run's workdir, the directory or the file.
-        file: Settings that a directory or a file may lack, such as what the UNet predicts. The
-            options of FILE_OPTIONS replace its fields.
         **values: Options for drawing, such as steps=20: the keys of OPTIONS, which are also the
             flags of sd_jax.sample. A list gives several files, as in lora=["a.pt", "b.pt:0.7"].
 
@@ -145,12 +143,9 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     """
     typed = options.read(OPTIONS, values)
     fields = options.fields(OPTIONS, typed)
-    of_file = {
-        field: embedding_files.split(typed[name]) if name == "lora" else typed[name]
-        for name, field in zip(FILE_OPTIONS, File._fields, strict=True)
-        if name in typed
-    }
-    file = file._replace(**of_file)
+    file = File(*map(typed.get, FILE_OPTIONS))
+    if file.lora:
+        file = file._replace(lora=embedding_files.split(typed["lora"]))
     path = pretrained.snapshot(files.path(path))
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide := typed.get("guide"):

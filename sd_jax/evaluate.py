@@ -40,7 +40,7 @@ from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Subject
 from diffusion_jax.web import frozen
 from sd_jax import drawing
-from sd_jax.drawing import NO_FACTS, File, StableDiffusion
+from sd_jax.drawing import StableDiffusion
 from sd_jax.weights.trained import read_run
 
 GUIDANCE = (1.5, 2, 3, 4, 5, 6, 7, 8)
@@ -67,15 +67,12 @@ def open_run(
     return _subject(drawing.load(workdir, **values), described, s.data.source, chosen)
 
 
-def open_model(
-    path: str, points: Sequence[Values] = ({},), file: File = NO_FACTS, ema: str = "ema"
-) -> Subject:
+def open_model(path: str, points: Sequence[Values] = ({},), ema: str = "ema") -> Subject:
     """Open a diffusers directory or a checkpoint file for evaluation.
 
     Args:
         path: The directory or file.
         points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
-        file: Settings that the model's files may lack.
         ema: "ema" for averaged weights if the file has them, or "raw".
 
     Raises:
@@ -84,7 +81,7 @@ def open_model(
             for this model.
     """
     chosen = evaluation.with_weights([[values] for values in points], [[{"ema": ema}]])
-    return _subject(drawing.load(path, file=file, **chosen[0][0]), {}, "", chosen)
+    return _subject(drawing.load(path, **chosen[0][0]), {}, "", chosen)
 
 
 def _subject(

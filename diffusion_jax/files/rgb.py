@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from absl import logging
-from PIL import ExifTags, Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageFile, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
@@ -22,7 +22,7 @@ _SPACES = {
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
 
 
-def mend(image: Image.Image, source: bytes | str | os.PathLike[str]) -> None:
+def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> None:
     """Correct what Pillow misreads in the header of an image. `source` is its contents or path.
 
     Raises OSError for a JPEG 2000 of more than 8 bits per colour, whose pixels Pillow misreads.

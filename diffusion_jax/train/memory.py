@@ -108,12 +108,13 @@ def needs(traced: Traced, mesh: Mesh | AbstractMesh) -> Callable[[int, int], Byt
     """
     state, arrays = traced.state, lifetimes(traced, mesh)
     trees = state.params, state.opt_state, state.ema, shapes(traced.task.frozen)
-    fixed = [bytes_on_device(traced.task, tree, mesh) for tree in trees]
+    weights, moments, ema, frozen = (bytes_on_device(traced.task, t, mesh) for t in trees)
     row = sum(x.dtype.itemsize * math.prod(x.shape[1:]) for x in jax.tree.leaves(traced.example))
 
     def need(samples: int, passes: int) -> Bytes:
-        gradients = fixed[0] if passes > 1 else 0  # The sum over the micro batches.
-        return Bytes(*fixed, row * samples * passes, peak(arrays, samples) + gradients)
+        gradients = weights if passes > 1 else 0  # The sum over the micro batches.
+        temporary = peak(arrays, samples) + gradients
+        return Bytes(weights, moments, ema, frozen, row * samples * passes, temporary)
 
     return need
 

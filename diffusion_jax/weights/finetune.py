@@ -276,4 +276,5 @@ def factors(
 def at_step(path: files.Path) -> tuple[str, int | None]:
     """Split a path WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
     workdir, at, step = str(path).rpartition("@")
-    return (workdir, int(step)) if at and step.isdigit() else (str(path), None)
+    named = at and step.isdigit() and not runs.is_workdir(path)  # A workdir's name may end like it.
+    return (workdir, int(step)) if named else (str(path), None)

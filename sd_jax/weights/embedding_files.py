@@ -73,21 +73,26 @@ def apply(paths: str, encoder: TextEncoder, frozen: Any) -> tuple[TextEncoder, A
     vectors: dict[str, np.ndarray] = {}
     for path in split(paths):
         word, rows = read(files.local(path))
-        if rows.shape[1] != encoder.width:
-            raise ValueError(
-                f"--embedding={path} has vectors of width {rows.shape[1]}, but the model's text "
-                f"encoder has width {encoder.width}: choose an embedding for this model"
-            )
-        if len(rows) > encoder.max_tokens - 2:
-            raise ValueError(
-                f"--embedding={path} has {len(rows)} vectors, but the text encoder reads "
-                f"{encoder.max_tokens - 2} tokens: choose an embedding with fewer vectors"
-            )
+        check(f"--embedding={path}", word, rows, encoder)
         if word.lower() in map(str.lower, vectors):
             raise ValueError(f"--embedding={path}: another file has the word {word!r}: keep one")
         vectors[word] = rows
     larger, params = encoder.add_words(frozen, vectors)
     return larger._replace(added={**encoder.added, **larger.added}), params
+
+
+def check(option: str, word: str, vectors: np.ndarray, encoder: TextEncoder) -> None:
+    """Raise ValueError if the vectors of a word, from the file in `option`, do not fit a model."""
+    if vectors.shape != (len(vectors) or 1, encoder.width):
+        raise ValueError(
+            f"{option} has an embedding of {word!r} of the shape {list(vectors.shape)}, but the "
+            f"model's text encoder has width {encoder.width}: choose a file for this model"
+        )
+    if len(vectors) > encoder.max_tokens - 2:
+        raise ValueError(
+            f"{option} has {len(vectors)} vectors for {word!r}, but the text encoder reads "
+            f"{encoder.max_tokens - 2} tokens: choose an embedding with fewer vectors"
+        )
 
 
 def split(paths: str) -> list[str]:

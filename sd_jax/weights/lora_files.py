@@ -26,7 +26,7 @@ from diffusion_jax.text import TextEncoder, clip_weights
 from diffusion_jax.weights import lora, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry
 from sd_jax.unet import UNet
-from sd_jax.weights import lora_kinds, names, other_networks
+from sd_jax.weights import embedding_files, lora_kinds, names, other_networks
 from sd_jax.weights.checkpoints import Checkpoint
 from sd_jax.weights.lora_kinds import Layer
 
@@ -104,19 +104,14 @@ def add_words(files: Sequence[str], encoder: TextEncoder, frozen: Any) -> tuple[
     """Return a text encoder that also knows the words of embeddings in LoRA files, and its weights.
 
     `files` are those of `apply`, and `frozen` holds the weights of `encoder`. Raises ValueError if
-    an embedding has another width than the text encoder, or a word is in it already.
+    an embedding does not fit the text encoder, or a word is in it already.
     """
     for path, _ in (pair for text in files for pair in _parse(text)):
         state = torch_files.read_state_dict(path)
         matches = ((_BUNDLED.fullmatch(name), array) for name, array in state.items())
         rows = ((m[1], np.atleast_2d(np.asarray(w, np.float32))) for m, w in matches if m)
         for word, vectors in (words := untrusted.once(list(rows))).items():
-            if vectors.shape != (len(vectors) or 1, encoder.width):
-                raise ValueError(
-                    f"--lora={path} has an embedding of {word!r} of the shape "
-                    f"{list(vectors.shape)}, but the model's text encoder has width "
-                    f"{encoder.width}: choose a LoRA for this model"
-                )
+            embedding_files.check(f"--lora={path}", word, vectors, encoder)
         if words and encoder.add_words:
             larger, frozen = encoder.add_words(frozen, words)
             encoder = larger._replace(added=encoder.added)

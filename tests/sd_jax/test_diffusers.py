@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from sd_jax import drawing
-from sd_jax.drawing import File
 from sd_jax.unet import UNet
 from sd_jax.weights import checkpoints
 from tests.sd_jax import written_models
@@ -192,7 +191,7 @@ def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampl
     # PLMS of diffusers averages v of several times, which is not a prediction of one time. So
     # the models are compared as predictors of eps.
     predicts = "eps" if sampler == "plms" else None
-    model = drawing.load(folder, file=File(predicts), sampler=sampler, **values)
+    model = drawing.load(folder, prediction=predicts, sampler=sampler, **values)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
         "diffusion_jax.diffusion.samplers.initial_noise",

@@ -16,7 +16,6 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
-from sd_jax.drawing import File
 from sd_jax.settings import read_settings
 from sd_jax.weights import checkpoints, lora_files, opened, published
 from tests.sd_jax import tiny
@@ -58,8 +57,8 @@ def test_a_single_file_on_one_device_draws_like_its_diffusers_directory_on_eight
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
-    file = File(predicts="v", tokenizer=tokenizer, config=config)
-    model = drawing.load(published / "a.npz", file=file, **VALUES)
+    values = {"prediction": "v", "tokenizer": tokenizer, "config": config, **VALUES}
+    model = drawing.load(published / "a.npz", **values)
     same(model.draw(PROMPTS[3:5], seeds=[3, 4]).images, six[3:5])
 
 
@@ -86,7 +85,7 @@ def test_the_card_of_a_drawing_over_a_picture_has_its_strength(model):
 
 
 def test_kernels_are_stored_in_the_computing_dtype_and_biases_in_float32(published):
-    model = drawing.load(published / "d", file=File(dtype="bfloat16"), **VALUES)
+    model = drawing.load(published / "d", dtype="bfloat16", **VALUES)
     layer = model.stages[0].params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
 
@@ -123,27 +122,26 @@ def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left_out", "file", "message"),
+    ("left_out", "values", "message"),
     [
-        ((), File(predicts="v"), "has no tokenizer: give --tokenizer=FOLDER"),
+        ((), {"prediction": "v"}, "has no tokenizer: give --tokenizer=FOLDER"),
         (
             ("model.diffusion_model", "model_ema"),
-            File(),
+            {},
             "a.npz holds no UNet: choose a model",
         ),
-        ("first_stage_model", File(), "a.npz holds no VAE: give one with --vae_weights"),
-        ("cond_stage_model", File(), "holds no text encoder: give one with --text_weigh"),
-        ((), File(), "does not state whether its UNet predicts eps or v"),
+        ("first_stage_model", {}, "a.npz holds no VAE: give one with --vae_weights"),
+        ("cond_stage_model", {}, "holds no text encoder: give one with --text_weigh"),
+        ((), {}, "does not state whether its UNet predicts eps or v"),
     ],
 )
-def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_out, file, message):
+def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_out, values, message):
     state = compvis()
     state = {n: w for n, w in state.items() if not n.startswith(left_out)}
     np.savez(tmp_path / "a.npz", **state)
     (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
-        file = file._replace(config=str(tmp_path / "ldm.yaml"))
-        drawing.load(tmp_path / "a.npz", file=file, **VALUES)
+        drawing.load(tmp_path / "a.npz", config=tmp_path / "ldm.yaml", **values, **VALUES)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_text_encoder_is_an_error(published, tmp_path):

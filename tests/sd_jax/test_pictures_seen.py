@@ -57,12 +57,12 @@ def draw(folders, monkeypatch):
         lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
     )
 
-    def drawn(channels, mask=None, path=None, strength=1.0, file=drawing.NO_FACTS, **values):
+    def drawn(channels, mask=None, path=None, strength=1.0, **values):
         pictures = input_pictures.opened(
             Image.fromarray(saved()["picture"]), None if mask is None else Image.fromarray(mask)
         )
         values = {**VALUES, "height": 16, "width": 24, **values}
-        model = drawing.load(path or folders[channels], file=file, **values)
+        model = drawing.load(path or folders[channels], **values)
         model = model.changed([{}], strengths=[strength])
         ((images,),) = model.batches(["a c d"], [0], [0], pictures=pictures)
         return np.clip((images[0] + 1) / 2, 0, 1)

@@ -15,7 +15,7 @@ from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import start, train_vae
-from sd_jax.weights import names, opened
+from sd_jax.weights import checkpoints, names, opened
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
@@ -94,7 +94,7 @@ def test_training_the_vae_reduces_its_reconstruction_error(run):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_vae_workdir_is_loaded_with_its_average_weights(run):
+def test_a_vae_workdir_is_loaded_with_its_average_weights(run, tmp_path):
     vae = read(vae__channel_mult=(1,)).vae
     params = opened.read_vae(run[0], vae)
     folder, abstract = run[0] / runs.CHECKPOINTS, names.abstract_vae(vae)
@@ -106,6 +106,9 @@ def test_a_vae_workdir_is_loaded_with_its_average_weights(run):
     assert part and part.network == vae
     expected = restore.load_params(folder, abstract, "raw", first)
     jax.tree.map(np.testing.assert_array_equal, part.params, expected)
+    whole = opened.open_weights(run[0])
+    checkpoints.save_diffusers(whole, tmp_path / "d")
+    assert checkpoints.equal(checkpoints.load(tmp_path / "d"), whole) and whole.unet is None
     changes = start.vae_fields(str(run[0]))
     assert changes["vae.channel_mult"] == ((1,), "") and changes["latents.scale"] == (1.0, "")
 

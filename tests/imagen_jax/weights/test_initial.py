@@ -160,9 +160,12 @@ def test_converting_weights_with_lora_rank_set_is_an_error(tmp_path):
         convert.to_workdir("a.npz", config(lora__rank=2), tmp_path / "new")
 
 
-def test_at_step_splits_a_path_and_a_step():
+def test_at_step_splits_a_path_and_a_step(tmp_path):
     assert finetune.at_step("runs/a@12") == ("runs/a", 12)
     assert finetune.at_step("runs/a@b") == ("runs/a@b", None)
+    (tmp_path / "a@12" / runs.CHECKPOINTS).mkdir(parents=True)
+    assert finetune.at_step(tmp_path / "a@12") == (str(tmp_path / "a@12"), None)
+    assert finetune.at_step(tmp_path / "a@12@3") == (str(tmp_path / "a@12"), 3)
 
 
 def test_starting_weights_with_another_prediction_are_an_error():

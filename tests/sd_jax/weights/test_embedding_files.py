@@ -15,7 +15,6 @@ from PIL import Image, PngImagePlugin
 from diffusion_jax.text import clip, embed, hashed, tokenize
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing
-from sd_jax.drawing import File
 from sd_jax.weights import checkpoints, embedding_files, lora_files
 from tests.diffusion_jax.weights import torch_writer
 
@@ -145,8 +144,8 @@ def test_a_single_vector_may_lack_the_axis_of_tokens(tmp_path):
         ({"a": (1, WIDTH), "b": (1, WIDTH)}, "because it holds 2 arrays, such as a, b, instead"),
         ({"a": (1, 2, WIDTH)}, "is not a textual inversion embedding, because it holds 1 arrays"),
         ({"a": (0, WIDTH)}, r"a\.safetensors holds no vectors"),
-        ({"a": (15, WIDTH)}, "has 15 vectors, but the text encoder reads 14 tokens"),
-        ({"a": (1, 8)}, "has vectors of width 8, but the model's text encoder has width 24"),
+        ({"a": (15, WIDTH)}, "has 15 vectors for 'a', but the text encoder reads 14 tokens"),
+        ({"a": (1, 8)}, r"of the shape \[1, 8\], but the model's text encoder has width 24"),
     ],
 )
 def test_files_without_an_embedding_for_the_model_are_errors(encoder, tmp_path, arrays, message):
@@ -200,7 +199,7 @@ def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_p
     torch_weights.write(tmp_path / "both.safetensors", {**lora, f"bundle_emb.fox.{name}": vectors})
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
     draw = lambda lora, **changes: (
-        drawing.load(published / "d", file=File(lora=[str(tmp_path / lora)]), **values, **changes)
+        drawing.load(published / "d", lora=[tmp_path / lora], **values, **changes)
         .draw("a fox").images
     )  # fmt: skip
     bundled = draw("both.safetensors")
@@ -209,10 +208,20 @@ def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_p
     assert np.abs(bundled.astype(int) - draw("plain.safetensors")).max() > 2
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (0, WIDTH), (1, 2, WIDTH)])
-def test_an_embedding_in_a_lora_file_must_fit_the_model(encoder, tmp_path, shape):
+SIZE = "of the shape {}, but the model's text encoder has width 24"
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 8), SIZE),
+        ((0, WIDTH), SIZE),
+        ((1, 2, WIDTH), SIZE),
+        ((15, WIDTH), "has 15 vectors for 'fox', but the text encoder reads 14 tokens"),
+    ],
+)
+def test_an_embedding_in_a_lora_file_must_fit_the_model(encoder, tmp_path, shape, message):
     path = tmp_path / "a.safetensors"
     torch_weights.write(path, {"bundle_emb.fox.emb_params": np.ones(shape, "f4")})
-    message = rf"'fox' of the shape {re.escape(str(list(shape)))}, but the model's text encoder has"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message.format(list(shape)))):
         lora_files.add_words([str(path)], encoder, encoder.frozen)
