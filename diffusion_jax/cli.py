@@ -1,5 +1,6 @@
 """Start-up code of all commands: flags, configs, error messages, processes, compilation cache."""
 
+import argparse
 import contextlib
 import difflib
 import os
@@ -32,6 +33,15 @@ _TRUST = flags.DEFINE_list(
 )  # fmt: skip
 _ended = threading.Event()  # Set while no `interruptible` is entered.
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
+
+
+class OneLine(argparse.ArgumentParser):
+    """A parser whose errors are one line, as in all other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, and end with exit code 2."""
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(exits.REFUSED)
 
 
 def define_config(

@@ -127,8 +127,8 @@ def saved(root: pathlib.Path) -> None:
 
 def tfds(root: pathlib.Path, kind: str) -> None:
     """Write a data set of TFDS as ArrayRecord or TFRecord files."""
+    from diffusion_jax.data import tf_examples
     from diffusion_jax.data.sources import arrayrecord
-    from diffusion_jax.data.sources import tfds as source
 
     core = "tensorflow_datasets.core.features."
     text = {"pythonClassName": f"{core}text_feature.Text", "text": {}}
@@ -148,8 +148,8 @@ def tfds(root: pathlib.Path, kind: str) -> None:
     name = folder / f"tiny-train.{kind}-00000-of-00001"
     if kind == "array_record":
         return arrayrecord.write(name, examples)
-    frames = map(arrayrecord.encode, examples)
-    check = lambda f: struct.pack("<I", source._checksum(f))
+    frames = map(tf_examples.encode, examples)
+    check = lambda f: struct.pack("<I", tf_examples.checksum(f))
     name.write_bytes(b"".join(struct.pack("<Q4x", len(f)) + f + check(f) for f in frames))
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "averages": "diffusion_jax.averages --workdir=D/imagen",
     "precache": "diffusion_jax.precache --config=configs/quickstart.py --config.text.store=D/store",
     "moments": "sd_jax.precache --out=D/moments",
+    "data": "diffusion_jax.data",
     "prepare": "diffusion_jax.data.prepare",
     "digits": "diffusion_jax.data.digits --out=D/digits",
     "report": "diffusion_jax.report",
@@ -162,6 +163,12 @@ precache --workers=2 --worker=2 | --worker=2 of --workers=2: the index must be f
 precache --captions=D/none | --captions=D/none cannot be read: [Errno 2] No such file
 precache --captions=D/binary.txt | D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
+data show /nowhere | no data at /nowhere: check the path
+data show D/images --row=x.png | --row=x.png: no picture has this name, and no file of this name was
+data show D/images --by=x | argument --by: invalid choice: 'x' (choose from 'origin', 'reason')
+data show D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
+data import D/images --out=D/file | D/file is a file: choose another --out
+data import D/images --source=foldr | data source is 'foldr': did you mean 'folder'?
 prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: give 1 or more
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
 digits --size=7 | --size=7: the side must be a multiple of 8

@@ -33,6 +33,9 @@ class Field(NamedTuple):
         """The name of the numbers in a batch, of the network's argument and of its layers."""
         return PREFIX + re.sub(r"\W", "_", self.name)
 
+    def __str__(self) -> str:
+        return f"{self.place}:" * bool(self.place) + f"{self.name}={self.low!r}..{self.high!r}"
+
     def number(self, value: Any) -> float:
         """Convert a value to a number. Raises ValueError if it is not a number in the range."""
         number = _number(value)

@@ -310,7 +310,7 @@ class Data(NamedTuple):
     "mixture", "synthetic" (random, for benchmarks), or the name of a module of your own."""
     path: str = ""
     """The location of the data: a folder, tar files, a URL or the name of a data set, depending on
-    `source`."""
+    `source`, or the folder that `python -m diffusion_jax.data import --out` wrote."""
     text: str = "txt"
     """Where the captions or text embeddings are, such as txt or npy (files beside the images),
     json:caption (the field `caption` of a JSON file beside each image) or csv:text (the column

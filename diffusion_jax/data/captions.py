@@ -89,20 +89,37 @@ def join(parts: Iterable[tuple[Any, float]]) -> Any:
     A text may be Captions, which share the weight, or an Unusable error. Missing texts, errors with
     the reason "no_caption", are left out if others exist. Any other error is returned.
     """
-    pairs, missing = [], Unusable("no_caption", "it holds no text")
+    pairs, missing = [], None
     for text, weight in parts:
         if isinstance(text, Captions):
             pairs += [(t, weight * w) for t, w in zip(*text, strict=True)]
         elif not isinstance(text, Unusable):
             pairs.append((text, weight))
-        elif text.reason == missing.reason:
+        elif text.reason == "no_caption":
             missing = text
         else:
             return text
+    if not pairs:
+        return missing or Unusable("no_caption", "it holds no text")
     if len(pairs) < 2:
-        return pairs[0][0] if pairs else missing
+        return pairs[0][0]
     texts, weights = zip(*pairs, strict=True)
     return Captions(texts, tuple(weight / sum(weights) for weight in weights))
+
+
+def with_origins(parts: Iterable[tuple[Any, float, str]]) -> tuple[Any, list[str]]:
+    """Join (text, weight, origin) triples; return the text, and the origin of each caption in it.
+
+    The origin of an Unusable error is that of the text which cannot be read.
+    """
+    parts = list(parts)
+    if len(parts) == 1 and isinstance(parts[0][0], str):
+        return parts[0][0], [parts[0][2]]
+    text = join((of, weight) for of, weight, _ in parts)
+    if isinstance(text, Unusable):
+        return text, [origin for of, _, origin in parts if of is text][:1]
+    read = ((of, origin) for of, _, origin in parts if not isinstance(of, Unusable))
+    return text, [origin for of, origin in read for _ in every(of)]
 
 
 def long_enough(text: Any, min_chars: int) -> Any:

@@ -12,10 +12,11 @@ from typing import Any
 from absl import logging
 
 from diffusion_jax.config.settings import TEXTS, Data
-from diffusion_jax.data import records, rows, sources, storage, tars
+from diffusion_jax.data import home, records, rows, sources, storage, tars
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
+from diffusion_jax.data.table import Table
 from diffusion_jax.files import untrusted
 
 # Text fields that never hold captions.
@@ -34,8 +35,8 @@ def guess(path: str, text: str = "") -> Data:
     every picture gets the caption "", and the other files are logged.
 
     Args:
-        path: a file, folder, URL, or pattern such as "shard-{00..99}.tar", or SOURCE:PATH::TEXT,
-            as in sources.named.
+        path: a file, folder, URL, or pattern such as "shard-{00..99}.tar", SOURCE:PATH::TEXT, as in
+            sources.named, or the folder of a table that `data import --out` wrote.
         text: the value of data.text; "" infers it from the files.
 
     Raises:
@@ -47,6 +48,13 @@ def guess(path: str, text: str = "") -> Data:
     if source in sources.SOURCES and location:
         named = sources.named(path)
         return _data(source, named.path, text or named.text)
+    if home.is_home(path):
+        table = Table(path)
+        rule, is_bare = table.card["rule"], len(table.bare()) == len(table)
+        return Data(
+            rule["source"], path, text or rule["text"], uncaptioned="empty" if is_bare else "drop",
+            fields=tuple(rule.get("ranges", ())), loss_mask="file" if rule.get("mask") else "",
+        )  # fmt: skip
     if path.endswith((".tar", ".pkl")) or "{" in path or storage.is_url(path):
         return _of_tars(path, text)
     root = pathlib.Path(records.split_of(path)[0])
@@ -109,7 +117,7 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     f"{file} has the name of a picture in another folder, and no picture has a "
                     "caption beside it: move each text into the folder of its picture"
                 )
-            if _names(file, sorted(image.name for image in images)):
+            if names_pictures(file, sorted(image.name for image in images)):
                 if kind(file) == "json" and _parsed(file.read_bytes()):
                     list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
                 raise ValueError(
@@ -117,9 +125,6 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     "the columns file_name and caption (if it is one, rename it), or move the file "
                     "to another folder"
                 )
-        if unread:
-            names = ", ".join(map(str, unread[:3])) + ", ..." * (len(unread) > 3)
-            logging.warning("no captions were found: %s belong to no picture", names)
     return _data("folder", path, max(counts, key=lambda place: counts[place], default=""))
 
 
@@ -142,7 +147,7 @@ def _has_pictures(files: Iterable[pathlib.Path]) -> bool:
     return False
 
 
-def _names(file: pathlib.Path, pictures: Iterable[str]) -> bool:
+def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
     """Return whether a file contains the names of several of the pictures, or of all."""
     with file.open("rb") as opened:
         content = opened.read(_MOST)
@@ -215,6 +220,7 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+    files = [file for file in files if not storage.is_hidden(str(file.relative_to(root)))]
     files = [file for file in files if not file.name.startswith("cache-")]  # Results of `map`.
     if saved and not files:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
@@ -279,12 +285,17 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
 
 
 def _are_captions(texts: Sequence[str]) -> bool:
-    """Return whether most texts have several words, and not all are equal.
-
-    Identifiers, paths and URLs have one word. Chinese and Japanese have no spaces between words.
-    """
-    several = sum(len(text.split()) > 1 or not text.isascii() for text in texts)
+    """Return whether most texts have several words, and not all are equal."""
+    several = sum(map(has_several_words, texts))
     return 2 * several >= len(texts) and (len(set(texts)) > 1 or len(texts) == 1)
+
+
+def has_several_words(text: str) -> bool:
+    """Return whether a text has several words. Identifiers, paths and URLs have one.
+
+    Chinese and Japanese have no spaces between words.
+    """
+    return len(text.replace(",", " ").split()) > 1 or not text.isascii()
 
 
 def _parsed(content: bytes) -> Any:

@@ -8,7 +8,7 @@ the bucket.
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
 imported again, which writes only the parts that changed. A copy of the data set that keeps the
 times of the files needs no import. The last tables are kept: a run whose data set grew goes on with
-its own table.
+its own table. A table that data.path itself names is never imported again.
 """
 
 import collections
@@ -153,7 +153,7 @@ def _download(
 ) -> Table | None:
     """Copy a table from a bucket and return it, or None if it is missing or out of date."""
     # Any error means that there is none, or that only the data may be read.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(Exception):  # A damaged card can raise anything.
         card = json.loads(written := (shared / table.CARD).read_bytes())
         own = os.path.basename(table.card_of(card["id"]))
         if card["seen"] == seen:
@@ -173,6 +173,46 @@ def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
         logging.warning(
             "the table of the data cannot be uploaded, so each machine makes its own: %s", error
         )
+
+
+def is_home(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path names the folder of a table, on a disk or in a bucket."""
+    readable = files.is_store(path) or not storage.is_url(os.fspath(path))
+    return bool(path) and readable and (files.path(path) / table.CARD).is_file()
+
+
+def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None:
+    """Return the table that data.path itself names, or None if it does not name a table.
+
+    The files of the table are checked, and that the first and last picture exist, but not whether
+    the data have changed since the import. `rule` holds settings that must be those of the import.
+
+    Raises:
+        FileNotFoundError: one of the two pictures is missing.
+        ValueError: the table was imported with other settings, is damaged, or is another user's.
+    """
+    if not is_home(path):
+        return None
+    found = Table(path)
+    root = found.card["root"]
+    if not tars.is_trusted(files.path(path) / table.CARD, root):
+        raise ValueError(
+            f"{path} is a table by a user who owns neither it nor {root}: import the data yourself"
+        )
+    for name, value in rule.items():
+        if (imported := found.card["rule"].get(name)) != value:
+            raise ValueError(
+                f"{path} was imported with {name} {imported!r}, but this run has {value!r}: set "
+                "data.source, data.text, data.fields and data.loss_mask as in the import, or "
+                "import the data again"
+            )
+    for place in found.places([0, len(found) - 1] if len(found) else []):
+        if not files.path(place.file).exists():
+            raise FileNotFoundError(
+                f"{path} is a table of the data in {root}, but {place.file} is missing: import the "
+                "data again"
+            )
+    return found
 
 
 def _import(
@@ -195,7 +235,8 @@ def _prune(folder: pathlib.Path) -> None:
         with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
             kept |= table.files_of(json.loads(card.read_bytes()))
     for path in folder.iterdir():
-        unfinished = path.match(".*.arrow.*.tmp")  # Left by an import that was killed.
+        # Left by an import that was killed.
+        unfinished = path.match(".*.arrow.*.tmp") or path.match(".pictures.*.tmp")
         if unfinished or (table.FILE.fullmatch(path.name) and path.name not in kept):
             path.unlink(missing_ok=True)
 
@@ -216,7 +257,8 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
             "run, which keeps the weights with --continue_from"
         )
     present = set(source.files)
-    if missing := [path for path in own.files() if path not in present]:
+    others = (path for path in own.files() if path not in present)
+    if missing := [path for path in others if not files.path(path).exists()]:
         raise ValueError(
             f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
             f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "

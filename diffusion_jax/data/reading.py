@@ -8,7 +8,8 @@ from typing import NamedTuple
 from diffusion_jax.data import storage, tars
 from diffusion_jax.data.decoding import Unusable
 
-FILE, TAR, BYTES, RECORD = "file", "tar", "bytes", "record"
+FILE, TAR, BYTES = "file", "tar", "bytes"
+RECORD, FRAME = "record:", "frame:"
 _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a second request.
 
 
@@ -18,12 +19,14 @@ class Place(NamedTuple):
     file: str
     """Path or URL."""
     at: int = 0
-    """Offset of the first byte. In a file of records, the number of the record."""
+    """Offset of the first byte. In an ArrayRecord file, the number of the record."""
     size: int = -1
-    """Number of bytes; -1 for the whole file."""
+    """Number of bytes; -1 for the whole file. In an ArrayRecord file, the number of the value among
+    those of its feature; -1 for a feature with one value, such as a picture."""
     kind: str = "file"
     """FILE: the whole file. TAR: behind the header of a member, which may hold a checksum. BYTES:
-    in any other file. RECORD: the picture of a tf.train.Example in an ArrayRecord file."""
+    in any other file. RECORD + FEATURE: in this feature of a tf.train.Example in an ArrayRecord
+    file. FRAME + FEATURE: the same in a TFRecord file, with a checksum behind the Example."""
 
 
 def read(groups: Sequence[Sequence[Place]]) -> list[list[bytes | Unusable]]:
@@ -37,7 +40,7 @@ def read(groups: Sequence[Sequence[Place]]) -> list[list[bytes | Unusable]]:
     """
     flat = [place for group in groups for place in group]
     alone = {place: read_file(place.file) for place in flat if place.kind == FILE}
-    alone |= _read_records([place for place in flat if place.kind == RECORD])
+    alone |= _read_records(flat)
     ranges = [_ranges(group) for group in groups]
     spans = [span for of_group in ranges for span in of_group]
     contents = iter(storage.read_ranges(*zip(*spans, strict=True)) if spans else ())
@@ -62,8 +65,7 @@ def ends(places: Sequence[Place], size: int) -> list[bytes]:
     for place in places:
         if place.kind == FILE:
             found[place] = _end_of_file(place.file, size)
-    records = [place for place in places if place.kind == RECORD]
-    found |= {p: b"" if isinstance(c, Unusable) else c for p, c in _read_records(records).items()}
+    found |= {p: b"" if isinstance(c, Unusable) else c for p, c in _read_records(places).items()}
     return [found[place] for place in places]
 
 
@@ -91,11 +93,16 @@ def read_file(path: str | os.PathLike[str]) -> bytes | Unusable:
 
 
 def _read_records(places: Sequence[Place]) -> dict[Place, bytes | Unusable]:
-    if not places:
+    records, frames = ([p for p in places if p.kind.startswith(k)] for k in (RECORD, FRAME))
+    if not records and not frames:
         return {}
-    from diffusion_jax.data.sources import arrayrecord  # Slow to import.
+    from diffusion_jax.data import tf_examples  # Slow to import.
 
-    return arrayrecord.read_images(places)
+    read, of = tf_examples.read_records((p.file, p.at) for p in records), tf_examples.value_of
+    feature = lambda place: place.kind.partition(":")[2]
+    found = {p: of(read[p.file, p.at], feature(p), p.size) for p in records}
+    read = tf_examples.read_frames([place[:3] for place in frames])
+    return found | {p: of(e, feature(p)) for p, e in zip(frames, read, strict=True)}
 
 
 def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:

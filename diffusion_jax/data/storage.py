@@ -120,9 +120,17 @@ def refuse_pointer(path: str | os.PathLike[str]) -> None:
 
     A missing file is accepted.
     """
-    with contextlib.suppress(FileNotFoundError), files.path(path).open("rb") as file:
-        if file.read(len(untrusted.POINTER)) == untrusted.POINTER:
-            raise ValueError(f"{os.fspath(path)} is {untrusted.IS_POINTER}")
+    if is_pointer(path):
+        raise ValueError(f"{os.fspath(path)} is {untrusted.IS_POINTER}")
+
+
+def is_pointer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is a pointer of Git LFS. A missing or unreadable file is none."""
+    try:
+        with files.path(path).open("rb") as file:
+            return file.read(len(untrusted.POINTER)) == untrusted.POINTER
+    except (FileNotFoundError, PermissionError):
+        return False
 
 
 def warn_of_missing_shards(names: Sequence[str]) -> None:

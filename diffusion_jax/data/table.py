@@ -14,7 +14,8 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
                         of these
     HASH.names.arrow    name, image, mask and note large_binary, origin list<int32>
 
-Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows.
+Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows,
+and HASH.pictures the pictures that lie in no file from which they can be read one by one.
 
 Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
 copy. It is named by its contents: equal parts of several tables are stored once, and an import that
@@ -23,11 +24,13 @@ was killed leaves no file that another import could take for a different one.
 
 import array
 import bisect
+import contextlib
 import copy
 import hashlib
 import itertools
 import json
 import os
+import pathlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,10 +51,11 @@ from diffusion_jax.data.records import Record, Records
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
-FILE = re.compile(r"[0-9a-f]{24}\.(rows|texts|names|left)\.arrow")
+FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|names|left)\.arrow|pictures)")
 """The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
+_KEPT = "kept"  # The kind of the file HASH.pictures in the card.
 
 
 class InPlace(NamedTuple):
@@ -70,7 +74,8 @@ class Row(NamedTuple):
     """The name of the picture in messages. Of an image file in a folder, its path in it."""
     key: int
     """An integer from 0 to 2^64 - 1 that stays the same if other pictures are added."""
-    image: Place
+    image: Place | bytes
+    """Where the picture is. Its bytes, if they are compressed there, are stored with the table."""
     text: str | Captions | Unusable | Sequence[InPlace] = ()
     """The caption, several captions, the reason for which they cannot be read, or the places of
     embeddings. An empty sequence: the picture has no text."""
@@ -109,12 +114,18 @@ class Table(Records):
         """The folder of the table, or None if it is in memory."""
         self.card = _read_card(home, card)
         self.card |= {} if root is None else {"root": root}
+        self._contents = home if isinstance(home, Mapping) else {}
         self._parts = [
             _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
             for part in self.card["parts"]
         ]
         self._left = _open(home, self.card["left"])
+        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
+            if path.suffix == ".pictures" and not path.exists():
+                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+        self.prefix = ""
+        """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None  # The rows of a view.
         self._bare: Any = Unusable("no_caption", "it has no text")
 
@@ -128,6 +139,16 @@ class Table(Records):
     def whole(self) -> "Table":
         """Return the table of which this is a view."""
         return self.view(np.arange(self._firsts[-1]))
+
+    def copy(self, home: str | os.PathLike[str]) -> None:
+        """Write the whole table into another folder. It names the data set by its absolute path."""
+        folder, root = files.path(home), self.card["root"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in files_of(self.card):
+            content = self._contents.get(name) or (self.home / name).read_bytes()
+            files.write_whole(folder / name, content)
+        card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
+        files.write_whole(folder / CARD, _written(card))
 
     def id(self) -> str:
         """Return a digest of all rows with their texts. Copies of a data set have equal digests."""
@@ -176,6 +197,22 @@ class Table(Records):
         codes = (self._parts[part].origins(row) for part, row in self._inside(indices))
         return [tuple(self.card["origins"][code] for code in of_row) for of_row in codes]
 
+    def row(self, index: int) -> Row:
+        """Return all that is known of a row."""
+        [(part, row)] = self._inside([index])
+        return self._parts[part].row(row, self)._replace(origins=self.origins([index])[0])
+
+    def distinct(self, column: str) -> Iterator[tuple[Any, int, int]]:
+        """Yield (value, number, first row) of each distinct value in each part of the whole table.
+
+        `column` is "text" or "origin". A text that is in several parts is yielded several times.
+        """
+        for part, start in zip(self._parts, self._firsts, strict=False):
+            for number, count, row in part.distinct(column):
+                text = column == "text"
+                value = part.distinct_text(number, self) if text else self.card["origins"][number]
+                yield value, count, int(start) + row
+
     def bare(self) -> Int[np.ndarray, "N"]:
         """Return the rows without any text, of the whole table."""
         parts = zip(self._parts, self._firsts, strict=False)
@@ -190,23 +227,31 @@ class Table(Records):
         return np.concatenate([part.lacks_mask() for part in self._parts])
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of each file that is no row."""
+        """Yield (name, reason) of each file that is no row, and of each picture without a text."""
         for row in range(len(self._left["name"])):
             yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
+        yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
 
     def inventory(self) -> Inventory:
         """Return the files that were used and left out, and the pictures that a view leaves out."""
         inventory = Inventory(self.card["inventory"])
-        if self._rows is not None and (left := int(self._firsts[-1]) - len(self._rows)):
-            inventory.counts[PICTURES] -= left
-            bare = np.setdiff1d(self.bare(), self._rows)
-            inventory.add("no_caption", self.whole().names(bare[:3].tolist()), len(bare))
+        inventory.counts[PICTURES] -= int(self._firsts[-1]) - len(self)
+        if dropped := self._dropped():
+            inventory.add("no_caption", self.whole().names(dropped[:3]), len(dropped))
         return inventory
 
     def files(self) -> list[str]:
         """Return the files that are read again in training; the captions are in the table."""
-        found = (name for part in self._parts for name in part.files())
-        return [self.path(name) for name in (*(name for name, _ in self.card["files"]), *found)]
+        containers = (self.container(number)[0] for number in range(len(self.card["files"])))
+        found = (self.path(name) for part in self._parts for name in part.files())
+        return [*dict.fromkeys(containers), *found]
+
+    def container(self, number: int) -> tuple[str, str]:
+        """Return the path or URL of a file in the card, and the kind of the places in it."""
+        name, kind = self.card["files"][number]
+        if kind == _KEPT and self.home:
+            return os.fspath(self.home / name), reading.BYTES
+        return self.path(name), kind
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file of the data set, which the table names in short."""
@@ -220,7 +265,11 @@ class Table(Records):
             part = bisect.bisect_right(firsts, row) - 1
             yield part, row - firsts[part]
 
-    def _record(self, row: "_Found", contents: Sequence[bytes | Unusable]) -> Record:
+    def _dropped(self) -> list[int]:
+        """Return the rows of the whole table without any text that the view does not have."""
+        return [] if self._rows is None else np.setdiff1d(self.bare(), self._rows).tolist()
+
+    def _record(self, row: Row, contents: Sequence[bytes | Unusable]) -> Record:
         image, *rest = contents
         mask = rest.pop(0) if row.mask else None
         text = _joined(row.text, rest)
@@ -237,16 +286,6 @@ class Table(Records):
             at = parts == part
             values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
         return values
-
-
-class _Found(NamedTuple):
-    """A row of a table, with paths instead of the numbers of files."""
-
-    image: Place
-    text: Any
-    name: str
-    numbers: Mapping[str, Any]
-    mask: Place | None
 
 
 class _Part:
@@ -268,6 +307,13 @@ class _Part:
         for number in np.flatnonzero(alone).tolist():
             yield os.fsdecode(self._texts["text"][number]).partition("\0")[2]
 
+    def distinct(self, column: str) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, count, first row) of each distinct number in a column of lists."""
+        lists = self.rows["text"] if column == "text" else self._names["origin"]
+        numbers, first, counts = np.unique(lists.values, return_index=True, return_counts=True)
+        rows = np.searchsorted(lists.firsts, first, side="right") - 1
+        yield from zip(numbers.tolist(), counts.tolist(), rows.tolist(), strict=True)
+
     def bare(self) -> np.ndarray:
         return np.flatnonzero(np.diff(self.rows["text"].firsts) == 0)
 
@@ -280,24 +326,26 @@ class _Part:
     def lacks_mask(self) -> np.ndarray:
         return np.diff(self._names["mask"].firsts) == 0
 
-    def row(self, row: int, table: Table) -> _Found:
+    def row(self, row: int, table: Table) -> Row:
         mask = self._names["mask"][row]
-        return _Found(
-            self.place(row, table), self.text(row, table), self.name(row, table),
-            {name: self._number(name, row) for name in table.card["fields"]},
+        return Row(
+            self.name(row, table), int(self.rows["key"][row]), self.place(row, table),
+            self.text(row, table), (), {n: self._number(n, row) for n in table.card["fields"]},
             Place(table.path(os.fsdecode(mask))) if mask else None,
         )  # fmt: skip
 
     def name(self, row: int, table: Table) -> str:
         name, file = os.fsdecode(self._names["name"][row]), int(self.rows["file"][row])
-        tar = file >= 0 and table.card["files"][file][1] == reading.TAR
-        return f"{table.path(table.card['files'][file][0])}/{name}" if tar else name
+        if file < 0 or table.prefix:
+            return f"{table.prefix}{name}"
+        path, kind = table.container(file)
+        return name if kind == reading.BYTES else f"{path}/{name}"
 
     def place(self, row: int, table: Table) -> Place:
         file, at, size = (int(self.rows[name][row]) for name in ("file", "at", "size"))
         if file >= 0:
-            name, kind = table.card["files"][file]
-            return Place(table.path(name), at, size, kind)
+            path, kind = table.container(file)
+            return Place(path, at, size, kind)
         name = self._names["image"][row] or self._names["name"][row]
         return Place(table.path(os.fsdecode(name)), at, size)
 
@@ -309,14 +357,14 @@ class _Part:
         numbers = self.rows["text"][row]
         if not numbers:
             return table._bare
-        texts = [self._text(number, table) for number in numbers]
+        texts = [self.distinct_text(number, table) for number in numbers]
         weights = self.rows["weight"][row] if "weight" in self.rows else ()
         if isinstance(texts[0], InPlace):
             pairs = zip(texts, weights or [1.0] * len(texts), strict=True)
             return [text._replace(weight=weight) for text, weight in pairs]
         return Captions(tuple(texts), tuple(weights)) if len(texts) > 1 else texts[0]
 
-    def _text(self, number: int, table: Table) -> Any:
+    def distinct_text(self, number: int, table: Table) -> Any:
         text, kind = self._texts["text"][number], self._texts["kind"][number]
         if kind == _CAPTION:
             return text.decode()
@@ -324,10 +372,8 @@ class _Part:
             return _unusable(text.decode(errors="surrogatepass"))
         file, at, size = (int(self._texts[name][number]) for name in ("file", "at", "size"))
         format, _, name = os.fsdecode(text).partition("\0")
-        kind = reading.FILE
-        if file >= 0:
-            name, kind = table.card["files"][file]
-        return InPlace(Place(table.path(name), at, size, kind), format)
+        path, kind = table.container(file) if file >= 0 else (table.path(name), reading.FILE)
+        return InPlace(Place(path, at, size, kind), format)
 
     def _number(self, field: str, row: int) -> Any:
         number = float(self.rows[f"number_{field}"][row])
@@ -339,20 +385,20 @@ class _Lists:
     """A mapped column of lists."""
 
     def __init__(self, firsts: Int[np.ndarray, "L"], values: np.ndarray):
-        self.firsts, self._values = firsts, values
+        self.firsts, self.values = firsts, values
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
     def __getitem__(self, row: int) -> Any:
-        return self._values[self.firsts[row] : self.firsts[row + 1]].tolist()
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tolist()
 
 
 class _Bytes(_Lists):
     """A mapped column of large_binary."""
 
     def __getitem__(self, row: int) -> bytes:
-        return self._values[self.firsts[row] : self.firsts[row + 1]].tobytes()
+        return self.values[self.firsts[row] : self.firsts[row + 1]].tobytes()
 
 
 def write(
@@ -383,17 +429,18 @@ def write(
     if not isinstance(home, dict):
         home = files.path(home)
         home.mkdir(parents=True, exist_ok=True)
-    shared, parts, fields = _Shared(root), list[Any](), list(rule.get("fields", ()))
+    shared, parts, fields = _Shared(root, home), list[Any](), list(rule.get("fields", ()))
     rows = iter(rows)
-    while True:
-        part = _Writer(shared, fields)
-        for row in itertools.islice(rows, PART):
-            part.add(row)
-        if len(part) or not parts:
-            columns = part.columns().items()
-            parts.append({kind: _store(home, kind, of) for kind, of in columns})
-        if len(part) < PART:
-            break
+    with shared:
+        while True:
+            part = _Writer(shared, fields)
+            for row in itertools.islice(rows, PART):
+                part.add(row)
+            if len(part) or not parts:
+                columns = part.columns().items()
+                parts.append({kind: _store(home, kind, of) for kind, of in columns})
+            if len(part) < PART:
+                break
     left = {"name": _Buffer(), "reason": _Buffer()}
     for name, reason in inventory.take():
         left["name"].add(os.fsencode(name))
@@ -410,7 +457,7 @@ def write(
         "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
         "stamps": {name: stamp for name, stamp in known.items() if name in containers},
     }  # fmt: skip
-    written = json.dumps(card | {"check": _check(card)}, indent=1).encode()
+    written = _written(card)
     if isinstance(home, dict):
         home[CARD] = written
     else:
@@ -429,6 +476,7 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
     Raises ValueError if one is not the name of such a file.
     """
     names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    names |= {name for name, kind in card["files"] if kind == _KEPT}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
         raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
     return names
@@ -441,10 +489,12 @@ def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
     return Table(contents)
 
 
-class _Shared:
-    """The numbers that all parts of a table share: those of containers and origins."""
+class _Shared(contextlib.ExitStack):
+    """What the parts of a table share: numbers of containers and origins, and stored pictures."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, home: Any):
+        super().__init__()
+        self._home, self._pictures, self._digest = home, None, hashlib.blake2b(digest_size=12)
         self.root, self.files, self.origins = root, list[Any](), dict[str, int]()
         self.unreadable = False
         """Whether a text or number could not be read."""
@@ -456,14 +506,34 @@ class _Shared:
         return path.removeprefix(root) if self.root else path
 
     def file(self, path: str, kind: str) -> int:
-        key = self.short(path), kind
+        key = path, kind
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
-            self.files.append(key)
+            self.files.append((self.short(path), kind))
         return self._numbers[key]
 
     def origin(self, text: str) -> int:
         return self.origins.setdefault(text, len(self.origins))
+
+    def keep(self, content: bytes) -> Place:
+        """Store a picture with the table. At the end, the file is named by its contents."""
+        if self._pictures is None:
+            if not isinstance(self._home, pathlib.Path):
+                raise ValueError(
+                    f"the pictures of {self.root} are compressed, and there is no local folder to "
+                    "store them: set XDG_CACHE_HOME to a folder that can be written"
+                )
+            temporary = self.enter_context(files.whole(self._home / "pictures", self._rename))
+            self._pictures = self.enter_context(temporary.open("wb"))
+        place = Place("", self._pictures.tell(), len(content), _KEPT)
+        self._pictures.write(content)
+        self._digest.update(content)
+        return place
+
+    def _rename(self, temporary: pathlib.Path, _: pathlib.Path) -> None:
+        name = f"{self._digest.hexdigest()}.pictures"
+        self.files[self.files.index(("", _KEPT))] = name, _KEPT
+        temporary.replace(temporary.with_name(name))
 
 
 class _Writer:
@@ -486,9 +556,10 @@ class _Writer:
 
     def add(self, row: Row) -> None:
         """Add a row."""
-        own = row.image.kind == reading.FILE
-        file = -1 if own else self._shared.file(row.image.file, row.image.kind)
-        values = file, row.image.at, row.image.size, row.key
+        image = row.image if isinstance(row.image, Place) else self._shared.keep(row.image)
+        own = image.kind == reading.FILE
+        file = -1 if own else self._shared.file(image.file, image.kind)
+        values = file, image.at, image.size, row.key
         for column, value in zip(self._rows.values(), values, strict=True):
             column.append(value)
         notes = {}
@@ -504,10 +575,10 @@ class _Writer:
         self._ends.append(len(self._entries))
         self._origins.extend(map(self._shared.origin, row.origins))
         self._origin_ends.append(len(self._origins))
-        image = self._shared.short(row.image.file) if own else ""
+        name = self._shared.short(image.file) if own else ""
         mask = self._shared.short(row.mask.file) if row.mask else ""
         self._names["name"].add(os.fsencode(row.name))
-        self._names["image"].add(os.fsencode(image if image != row.name else ""))
+        self._names["image"].add(os.fsencode(name if name != row.name else ""))
         self._names["mask"].add(os.fsencode(mask))
         self._names["note"].add(json.dumps(notes).encode() if notes else b"")
 
@@ -618,6 +689,10 @@ def _read_card(home: Any, name: str) -> dict[str, Any]:
     if card.pop("check") != _check(card):
         raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
     return card
+
+
+def _written(card: Mapping[str, Any]) -> bytes:
+    return json.dumps(card | {"check": _check(card)}, indent=1).encode()
 
 
 def _check(card: Mapping[str, Any]) -> int:

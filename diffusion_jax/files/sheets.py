@@ -41,11 +41,11 @@ def labels(prompts: Sequence[str]) -> list[str]:
 
 
 def contact_sheet(
-    images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
+    images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8, lines: int = 3
 ) -> UInt8[np.ndarray, "_ _ 3"]:
     """Return one image that shows all images, with captions, in a grid with `columns` columns.
 
-    Small images are enlarged by a whole factor with a Lanczos filter. A caption has at most three
+    Small images are enlarged by a whole factor with a Lanczos filter. A caption has at most `lines`
     lines. Captions with letters outside ASCII are drawn with a font that fontconfig finds.
     """
     columns = min(columns, len(images))
@@ -53,13 +53,14 @@ def contact_sheet(
     width, height = images.shape[2] * scale, images.shape[1] * scale
     fonts = [_font("".join(sorted(set(caption)))) for caption in captions]
     margin = _LETTERS // 2  # Between the captions of neighbours.
-    lines = [_wrapped(*pair, width - margin) for pair in zip(captions, fonts, strict=True)]
-    text_height = _LINE * max(map(len, lines), default=0)
+    pairs = zip(captions, fonts, strict=True)
+    texts = [_wrapped(*pair, width - margin, lines) for pair in pairs]
+    text_height = _LINE * max(map(len, texts), default=0)
     rows = -(-len(images) // columns)
     size = (columns * (width + 4) + 4, rows * (height + text_height + 6) + 4)
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
-    for i, (image, text, font) in enumerate(zip(images, lines, fonts, strict=True)):
+    for i, (image, text, font) in enumerate(zip(images, texts, fonts, strict=True)):
         x, y = 4 + i % columns * (width + 4), 4 + i // columns * (height + text_height + 6)
         enlarged = Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS)
         sheet.paste(enlarged, (x, y))
@@ -68,15 +69,16 @@ def contact_sheet(
     return np.asarray(sheet)
 
 
-def _wrapped(caption: str, font: Any, width: int) -> list[str]:
-    """Wrap a caption to lines of at most `width` pixels, and return the first three.
+def _wrapped(caption: str, font: Any, width: int, most: int = 3) -> list[str]:
+    """Wrap a caption to lines of at most `width` pixels, and return the first `most`.
 
-    A line may have 8 letters even if these are wider than `width`.
+    A line may have 8 letters even if these are wider than `width`. If lines are left out, the last
+    one ends with "...".
     """
     lines: list[str] = []
-    caption = caption[: 3 * max(width, 8)]  # More cannot fit: a letter is at least a pixel wide.
+    caption = caption[: most * max(width, 8)]  # More cannot fit: a letter is at least a pixel wide.
     for letters in range(max(8, min(width, len(caption))), 7, -1):
-        lines = textwrap.wrap(caption, letters)[:3]
+        lines = textwrap.wrap(caption, letters, max_lines=most, placeholder=" ...")
         if all(font.getlength(line) <= width for line in lines):
             break
     return lines

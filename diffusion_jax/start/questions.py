@@ -1,7 +1,9 @@
 """Ask the user how to train on few, tall or large pictures; flags can answer in advance."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from absl import logging
 
 from diffusion_jax.start.training_pictures import PictureSet
 
@@ -55,6 +57,18 @@ def answer(flag: str, value: str, matters: bool, reason: str) -> str:
     while (reply := input(prompt).strip() or default) not in answers:
         print(f"Type one of {', '.join(answers)}.")
     return reply
+
+
+def go_on(doubts: Sequence[str]) -> None:
+    """Log what looks wrong in the data as warnings and, in a terminal, ask whether to go on.
+
+    Raises ValueError if the user does not want to.
+    """
+    for doubt in doubts:
+        logging.warning("%s", doubt)
+    asked = doubts and sys.stdin.isatty()
+    if asked and input("Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ValueError("you did not continue: mend the data, and start again")
 
 
 def method(value: str, photos: PictureSet, trained: str) -> str:

@@ -15,8 +15,7 @@ import jax
 from absl import flags
 
 from diffusion_jax import cli, exits, files, runs, systems
-from diffusion_jax.data import guess
-from diffusion_jax.data.prepare import validate
+from diffusion_jax.data import guess, show
 from diffusion_jax.devices import hardware, stop_signals
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
@@ -78,6 +77,7 @@ def command(
             # Read the pictures and report on them.
             photos = training_pictures.read(guess.guess(data.value, where.value))
             print(progress.block(training_pictures.described(photos)), flush=True)
+            questions.go_on(show.doubts(photos.records))
 
             # Ask how to train on few pictures, and what to do with tall and large ones.
             is_available = not weights.value and (pathlib.Path(trained) / runs.CONFIG).is_file()
@@ -211,7 +211,7 @@ def _write(
         texts[config] = changes.source(stage.base, all_changes, about)
         rows.append((f"{config}", f"{stage.base}: {speed}"))
         total += seconds
-    sheet, picture = path.with_suffix(".png"), validate.sample_sheet(photos.records, size=size)
+    sheet, picture = path.with_suffix(".png"), show.sample_sheet(photos.records, size=size)
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as written_last:  # After an error, no file remains.
         for config, content in texts.items():

@@ -15,8 +15,8 @@ from diffusion_jax.config import own_modules
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources
 from diffusion_jax.data.prepare import __main__ as prepare
-from diffusion_jax.data.sources.arrow import Arrow
-from diffusion_jax.data.sources.tfds import Tfds
+from diffusion_jax.data.sources.arrow import open_saved
+from diffusion_jax.data.sources.tfds import open_split
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.precache import moment_tars
 from diffusion_jax.start import changes
@@ -99,7 +99,7 @@ def test_a_class_in_the_features_of_tfds_is_not_imported(stranger):
     (stranger / "features.json").write_text(json.dumps(features))
     (stranger / "dataset_info.json").write_text(json.dumps({"name": "x", "version": "1.0.0"}))
     with pytest.raises(ValueError, match=r"features\.json is 'evil\.payload\.Feature', which is n"):
-        Tfds(f"{stranger}@train")
+        open_split(f"{stranger}@train")
     assert not (stranger / "RAN").exists()
 
 
@@ -164,7 +164,7 @@ def test_the_index_of_shards_names_only_files_of_its_folder(stranger, name, tmp_
 def test_the_state_of_an_arrow_table_names_only_files_of_its_folder(stranger):
     (stranger / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../a.arrow"}]}))
     with pytest.raises(ValueError, match=r"state\.json names a file outside its folder, \.\./a\."):
-        Arrow(stranger)
+        open_saved(stranger)
 
 
 @pytest.mark.parametrize(

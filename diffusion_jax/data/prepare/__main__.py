@@ -12,14 +12,13 @@ import re
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import NoReturn
 
 from absl import flags
 
-from diffusion_jax import cli, exits, files
+from diffusion_jax import cli, files
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import engines, guess, sources
+from diffusion_jax.data import engines, guess, show, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.examples.emoji import prepare as emoji
@@ -116,7 +115,7 @@ def _validate(args: argparse.Namespace) -> int:
     print(text)
     print(progress.block(records.inventory().rows()), file=sys.stderr)
     if report["usable"]:
-        sheets.write_png(out / "samples.png", validate.sample_sheet(records))
+        sheets.write_png(out / "samples.png", show.sample_sheet(records))
     damaged = report["read"] - report["usable"]
     if damaged > args.max_broken * report["read"]:
         print(
@@ -150,17 +149,9 @@ def _open(args: argparse.Namespace) -> Records:
     return sources.open_records(data)
 
 
-class _OneLine(argparse.ArgumentParser):
-    """A parser whose errors are one line, as in all other commands."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(exits.REFUSED)
-
-
 def _parser() -> argparse.ArgumentParser:
     command = "python -m diffusion_jax.data.prepare"
-    parser = _OneLine(command, description="Prepare data sets; docs/data.md shows how.")
+    parser = cli.OneLine(command, description="Prepare data sets; docs/data.md shows how.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, help):

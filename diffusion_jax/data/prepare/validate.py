@@ -13,21 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
 
 from diffusion_jax import files
 from diffusion_jax.config.picture_fields import Field
-from diffusion_jax.data import captions, decoding
+from diffusion_jax.data import captions, decoding, show
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records, checked_numbers
-from diffusion_jax.files import sheets, sorted_tables, untrusted
+from diffusion_jax.files import sorted_tables, untrusted
 
 _CHUNK = 64
 _PART = 4096  # Records per file of intermediate counts.
 _HASHED = ("images", "texts")
 _ROW = np.dtype([("key", sorted_tables.KEY)])
 _NAMED = 20
-_SHOWN = 32  # Pictures on the sheet of samples.
 _WORD = re.compile(r"[^\W_]+")
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -128,7 +126,7 @@ class _Parts(NamedTuple):
         rows = range(part * _PART, min((part + 1) * _PART, self.total))
         if self.total == self.records:
             return rows
-        return _draw(self.records, self.total, self.seed)[rows.start : rows.stop]
+        return show.draw(self.records, self.total, self.seed)[rows.start : rows.stop]
 
     def counts(self, part: int) -> pathlib.Path:
         return self.folder / f"counts-{part:08}.json"
@@ -215,37 +213,6 @@ def _report(
         "words": dict(sums["words"].most_common(_NAMED)),
         "duplicates": sums["records"]["usable"] - different["images"],
     }
-
-
-def sample_sheet(records: Records, size: int = 128) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return a contact sheet with the images and captions of 32 random records.
-
-    Each image is cropped to `size` x `size` pixels. Unusable records are left out.
-
-    Raises:
-        ValueError: No drawn record is usable.
-    """
-    images, labels = [], []
-    for record in records.read(_draw(len(records), min(_SHOWN, len(records)), 0)):
-        if isinstance(record.text, decoding.Unusable):
-            continue
-        try:
-            images.append(decoding.crop(record.image, (size, size)))
-        except decoding.Unusable:
-            continue
-        text = captions.first(record.text)
-        labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
-    if not images:
-        raise ValueError(
-            f"no sheet of samples can be drawn, because none of {_SHOWN} random records has a "
-            "usable image and text: see the reasons in report.json"
-        )
-    return sheets.contact_sheet(np.stack(images), labels)
-
-
-@functools.cache
-def _draw(length: int, num: int, seed: int) -> Sequence[int]:
-    return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 
 def _look(record: Record, fields: Sequence[Field]) -> _Facts:

@@ -10,127 +10,138 @@ optional feature "__key__" holds the record's name.
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
-from google.protobuf.message import DecodeError
-from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax import files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
-from diffusion_jax.data import captions, records, storage, tars
+from diffusion_jax.data import captions, home, reading, records, storage, tars, tf_examples
 from diffusion_jax.data.decoding import Unusable
+from diffusion_jax.data.inventory import PICTURES, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.reading import Place
+from diffusion_jax.data.table import InPlace, Row, Table
 from diffusion_jax.files import untrusted
 
 SUFFIX = ".array_record"
-_Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
+_CHUNK = 64  # Number of records that an import reads at a time.
 
 
-def open_source(data: Data, _: TaskShapes) -> Records:
-    """Open the ArrayRecord files at a config's data.path as a list of records."""
-    return ArrayRecords(records.path_of(data), data.text, picture_fields.read(data.fields))
+def open_source(data: Data, _: TaskShapes) -> Table:
+    """Open the ArrayRecord files at a config's data.path as a table."""
+    return open_files(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
-class ArrayRecords(Records):
-    """The records of one or more ArrayRecord files, in the order of the files.
+def open_files(
+    path: str | os.PathLike[str], text: str = "txt", fields: Sequence[Field] = ()
+) -> Table:
+    """Open the records of one or more ArrayRecord files, in the order of the files.
 
     An Example without the text feature is counted as unusable when it is read.
+
+    Args:
+        path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
+        text: name of the feature with the text. If the name ends in npy, npz or safetensors, the
+            feature holds embeddings, otherwise captions. "json:FIELD" names a field in a feature
+            that holds JSON, and "txt,json:long*0.5" names several places.
+        fields: the numbers of each record.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or the first record lacks an image or the text.
     """
+    records.check_places(fields, ("json",))
+    texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
+    rule = {"source": "arrayrecord", "text": text, "images": images,
+            "ranges": list(map(str, fields)), "fields": [of.name for of in fields]}  # fmt: skip
 
-    def __init__(
-        self, path: str | os.PathLike[str], text: str = "txt", fields: Sequence[Field] = ()
+    def rows(inventory: LeftOut) -> Iterator[Row]:
+        number = 0
+        for name in paths:
+            for index, message in enumerate(_every(tf_examples.open_file(name))):
+                if not number:
+                    _check_first(message, name, texts, images)
+                yield _row(Place(name, index), number, message, texts, images, fields)
+                number += 1
+        if not number:
+            raise ValueError(f"no records in {path}: all {len(paths)} files are empty")
+        inventory.add(PICTURES, (), number)
+
+    root = os.path.commonpath([os.path.dirname(name) for name in paths])
+    return home.open_table(home.Source(root, paths, rule, rows, LeftOut(), {}))
+
+
+def _check_first(
+    message: bytes | None, name: str, texts: Sequence[tuple[str, float]], images: Sequence[str]
+) -> None:
+    """Check the features of the first record. One that cannot be read is reported later."""
+    kinds = [text.partition(":")[0] for text, _ in texts]
+    features = tf_examples.decode(message or b"")
+    for expected, of, advice in (
+        (images, "image or a suffix such as jpg", ". Rename the image feature accordingly"),
+        (kinds, " or ".join(kinds), ". Set data.text to the caption feature"),
     ):
-        """Open the files and check the features of the first record.
+        if features and not any(kind in features for kind in expected):
+            raise ValueError(
+                f"the first record of {name} has no feature {of}: it has "
+                f"{', '.join(features)}{advice}"
+            )
 
-        Args:
-            path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
-            text: name of the feature with the text. If the name ends in npy, npz or safetensors,
-                the feature holds embeddings, otherwise captions. "json:FIELD" names a field in a
-                feature that holds JSON, and "txt,json:long*0.5" names several places.
-            fields: the numbers of each record.
 
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the first record lacks an image or the text.
-        """
-        records.check_places(fields, ("json",))
-        self._fields = fields
-        self._texts, self._paths = captions.alternatives(text), _find(os.fspath(path))
-        self._readers = [_open(name) for name in self._paths]
-        self._firsts = np.cumsum([0, *(reader.num_records() for reader in self._readers)])
-        if not len(self):
-            raise ValueError(f"no records in {path}: all {len(self._paths)} files are empty")
-        # A first record that cannot be read passes, because `read` reports it as unusable.
-        first = next((m for m in self._messages(0, [0]) if m is not None), b"")
-        features, texts = decode(first), [text.partition(":")[0] for text, _ in self._texts]
-        for kinds, name, advice in (
-            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
-            (texts, " or ".join(texts), ". Set data.text to the caption feature"),
-        ):
-            if features and not any(kind in features for kind in kinds):
-                raise ValueError(
-                    f"the first record of {self._paths[0]} has no feature {name}: "
-                    f"it has {', '.join(features)}{advice}"
-                )
+def _row(
+    place: Place,
+    number: int,
+    message: bytes | None,
+    texts: Sequence[tuple[str, float]],
+    images: Sequence[str],
+    fields: Sequence[Field],
+) -> Row:
+    """Return the row of the Example `message`, a record at `place`."""
+    features = tf_examples.features_of(message)
+    key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
+    name = f"{place.at} ({key})" if key else str(place.at)
+    kind = next((kind for kind in images if kind in features), images[0])
+    image = place._replace(kind=f"{reading.RECORD}{kind}")
+    if isinstance(value := tf_examples.value_of(features, kind), Unusable):
+        return Row(name, number, image, value)
+    if any(text.partition(":")[0].rsplit(".")[-1] in EMBEDDINGS for text, _ in texts):
+        text, origins = _in_place(features, place, texts)
+    else:
+        parts = ((read_feature(features, of), weight, f"feature {of}") for of, weight in texts)
+        text, origins = captions.with_origins(parts)
+    return Row(name, number, image, text, origins, _numbers(message, features, fields))
 
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
 
-    def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the records with these indices. All records of a file are read in one request."""
-        files = np.searchsorted(self._firsts, indices, side="right") - 1
-        result: list[Record] = [Record(b"", "", "")] * len(indices)
-        for file in set(files.tolist()):
-            rows = np.flatnonzero(files == file).tolist()
-            inside = [int(indices[row] - self._firsts[file]) for row in rows]  # Within the file.
-            for row, index, message in zip(rows, inside, self._messages(file, inside), strict=True):
-                result[row] = self._record(f"{self._paths[file]}/{index}", message)
-        return result
+def _in_place(
+    features: Mapping[str, Sequence[bytes]], place: Place, texts: Sequence[tuple[str, float]]
+) -> tuple[Any, list[str]]:
+    """Return the places of texts of which some are embeddings, and their origins."""
+    found, origins = [], []
+    for text, weight in texts:
+        name = text.partition(":")[0]
+        values = features.get(name, ())
+        for value in range(len(values)):
+            inside = place._replace(size=value, kind=f"{reading.RECORD}{name}")
+            found.append(InPlace(inside, _kind(text), weight * (1.0 / len(values))))
+            origins.append(f"feature {text}")
+    return found or read_feature(features, texts[-1][0]), origins
 
-    def files(self) -> list[str]:
-        return self._paths
 
-    def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
-        """Return the serialized Examples at these indices of a file; None for a damaged Example."""
-        reader = self._readers[file]
-        try:
-            return reader.read(indices)
-        except (RuntimeError, ValueError):  # At least one is damaged: read them one by one.
-            return [_read_one(reader, index) for index in indices]
-
-    def _record(self, path: str, message: bytes | None) -> Record:
-        try:
-            features = decode(message) if message is not None else {}
-        except ValueError:
-            features = {}
-        if not features:
-            return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
-        key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
-        name = f"{path} ({key})" if key else path
-        images = next((features[kind] for kind in _images() if kind in features), [b""])
-        if len(images) > 1:
-            reason = Unusable("broken_record", f"it holds {len(images)} images instead of one")
-            return Record(b"", reason, name)
-        texts = [(read_feature(features, place), weight) for place, weight in self._texts]
-        return Record(images[0], captions.join(texts), name, self._numbers(message, features))
-
-    def _numbers(
-        self, message: bytes | None, features: Mapping[str, Sequence[bytes]]
-    ) -> dict[str, Any]:
-        if not self._fields or message is None:
-            return {}
-        numbers = records.read_numbers(features.get("json", [b"{}"])[0], self._fields)
-        for kind in ("float_list", "int64_list"):
-            alone = decode(message, kind)
-            values = {f.name: alone[f.name] for f in self._fields if f.name in alone}
-            numbers |= {n: value[0] if len(value) == 1 else value for n, value in values.items()}
-        return numbers
+def _numbers(
+    message: bytes | None, features: Mapping[str, Sequence[bytes]], fields: Sequence[Field]
+) -> dict[str, float | Unusable]:
+    if not fields or message is None:
+        return {}
+    numbers = records.read_numbers(features.get("json", [b"{}"])[0], fields)
+    for kind in ("float_list", "int64_list"):
+        alone = tf_examples.decode(message, kind)
+        values = {f.name: alone[f.name] for f in fields if f.name in alone}
+        numbers |= {n: value[0] if len(value) == 1 else value for n, value in values.items()}
+    return {field.name: records.number_of(field, numbers.get(field.name)) for field in fields}
 
 
 def _images() -> tuple[str, ...]:
@@ -148,35 +159,16 @@ def read_feature(features: Mapping[str, Sequence[bytes]], text: str) -> Any:
         A caption, Captions if the feature holds several, or text embeddings. If the feature is
         missing or damaged, an Unusable that says why.
     """
-    name, _, field = text.partition(":")
+    name = text.partition(":")[0]
     if name not in features:
         return Unusable("no_caption", f"no feature {name!r} among {', '.join(features)}")
-    kind = text if field or name.rsplit(".")[-1] in EMBEDDINGS else "txt"
-    return captions.join((records.read_text(value, kind), 1.0) for value in features[name])
+    return captions.join((records.read_text(v, _kind(text)), 1.0) for v in features[name])
 
 
-def encode(features: Mapping[str, bytes]) -> bytes:
-    """Serialize features as a tf.train.Example with one byte string per feature."""
-    message = _Example()
-    for name, value in features.items():
-        message.features.feature[name].bytes_list.value.append(value)
-    return message.SerializeToString(deterministic=True)
-
-
-def decode(message: bytes, kind: str = "bytes_list") -> dict[str, Sequence[Any]]:
-    """Return the values of the features of one kind in a serialized tf.train.Example, by name.
-
-    The kinds are "bytes_list", "float_list" and "int64_list".
-
-    Raises:
-        ValueError: the bytes are not an Example.
-    """
-    try:
-        features = _Example.FromString(message).features.feature
-    except DecodeError as error:
-        raise ValueError(f"not a tf.train.Example: {error}") from error
-    lists = {name: list(getattr(features[name], kind).value) for name in sorted(features)}
-    return {name: values for name, values in lists.items() if values}
+def _kind(text: str) -> str:
+    """Return the kind of a feature's values, as records.read_text names it."""
+    name, _, field = text.partition(":")
+    return text if field or name.rsplit(".")[-1] in EMBEDDINGS else "txt"
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
@@ -192,7 +184,7 @@ def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]])
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
         with contextlib.closing(writer):
             for features in examples:
-                writer.write(encode(features))
+                writer.write(tf_examples.encode(features))
 
 
 def _find(path: str) -> list[str]:
@@ -212,16 +204,7 @@ def _find(path: str) -> list[str]:
     return paths
 
 
-def _open(path: str) -> array_record_module.ArrayRecordReader:
-    storage.refuse_pointer(path)
-    reader = array_record_module.ArrayRecordReader(path)
-    if not reader.ok():
-        raise ValueError(f"{path} is not a complete ArrayRecord file: write it again")
-    return reader
-
-
-def _read_one(reader: array_record_module.ArrayRecordReader, index: int) -> bytes | None:
-    try:
-        return reader.read([index])[0]
-    except (RuntimeError, ValueError):
-        return None
+def _every(reader: array_record_module.ArrayRecordReader) -> Iterator[bytes | None]:
+    total = reader.num_records()
+    for first in range(0, total, _CHUNK):
+        yield from tf_examples.messages(reader, list(range(first, min(first + _CHUNK, total))))

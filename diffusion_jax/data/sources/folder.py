@@ -23,6 +23,7 @@ from diffusion_jax.files import untrusted
 
 MASK = "mask.png"
 """The suffix of the masks of data.loss_mask="file". Beside an image, such a file is no image."""
+_UNUSED = 100  # The largest number of tables that are not read and that the table names.
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
@@ -43,7 +44,7 @@ def open_folder(
 
     Args:
         path: the folder, which is searched recursively, or a table of captions in it; then, no
-            other table of its kind is read.
+            other table of its kind is read. Or the folder that `data import --out` wrote.
         text: where the texts are. Files beside the images: "txt" or "json:FIELD" for captions, or a
             suffix such as "npy" or "t5.npz" for embeddings. Tables: the kind (a key of
             metadata.SUFFIXES) and the caption column, such as "jsonl:caption". Several places, such
@@ -60,8 +61,8 @@ def open_folder(
             lack a text and `uncaptioned` is "drop", images lack a number or mask, or `text` or
             `fields` names a table that is missing or damaged.
     """
-    found = _Files(path, text, fields, mask)
-    table = home.open_table(found.source())
+    rule = _rule(text, fields, mask)
+    table = home.saved(path, rule) or home.open_table(_Files(path, text, fields, mask).source())
     empty = uncaptioned == "empty"
     bare = table.bare()[: None if not empty else 0]
     first, suffixes = table.names(bare[:3].tolist()), table.card["facts"]["suffixes"]
@@ -92,6 +93,10 @@ def num_captioned(path: str | os.PathLike[str], text: str) -> int:
     return len(set[str]().union(*(texts for _, texts in found.texts(LeftOut()))))
 
 
+def _rule(text: str, fields: Sequence[Field], mask: str) -> dict[str, Any]:
+    return {"source": "folder", "text": text, "mask": mask, "ranges": list(map(str, fields))}
+
+
 class _Files:
     """The files under a folder, and which of them belong to each image."""
 
@@ -114,9 +119,10 @@ class _Files:
                 f"data.path is the file {path}, but data.text is {text!r}: name a folder or, with "
                 "data.text=csv:COLUMN, a table"
             )
-        self._rule = {"source": "folder", "text": text, "table": table, "mask": mask,
-                      "images": untrusted.image_suffixes(), "ranges": list(map(str, fields)),
-                      "fields": [field.name for field in fields]}  # fmt: skip
+        self._rule = _rule(text, fields, mask) | {
+            "table": table, "images": untrusted.image_suffixes(),
+            "fields": [field.name for field in fields],
+        }  # fmt: skip
         self._root, self._left, self._mask = pathlib.Path(root), LeftOut(), mask
         found = (n.removeprefix(os.path.join(root, "")) for n in storage.walk(root, self._left))
         is_other = lambda name: table and name != table and name.lower().endswith(kind)
@@ -132,12 +138,23 @@ class _Files:
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
+        self._facts = {"suffixes": sorted({*suffixes}), "warnings": self._warnings,
+                       "unused_tables": self._unused(table)}  # fmt: skip
 
     def source(self) -> home.Source:
         """Return the data set for `home.open_table`."""
         paths = [os.path.join(self._root, name) for name in self._names]
-        facts = {"suffixes": sorted({*self._names.values()}), "warnings": self._warnings}
-        return home.Source(str(self._root), paths, self._rule, self._rows, self._left, facts)
+        return home.Source(str(self._root), paths, self._rule, self._rows, self._left, self._facts)
+
+    def _unused(self, table: str) -> list[str]:
+        """Return the first tables that are not read. A .json beside an image is not a table."""
+        kinds = {part.suffix for part in self._parts} | {field.place for field in self._fields}
+        read = tuple(suffix for kind, suffix in metadata.SUFFIXES.items() if kind in kinds)
+        others = tuple({*metadata.SUFFIXES.values()} - {*read})
+        stems = {*self._images, *(os.path.splitext(image)[0] for image in self._images)}
+        found = [name for name in self._names if name.lower().endswith(others)]
+        found = [name for name in found if os.path.splitext(name)[0] not in stems]
+        return [] if table else found[:_UNUSED]
 
     def texts(self, inventory: Inventory) -> list[tuple[Alternative, dict[str, Any]]]:
         """Return the texts of images for each place in data.text, keyed by image.

@@ -1,159 +1,188 @@
 """Read TFDS data sets from ArrayRecord or TFRecord files, in random order, without TensorFlow.
 
 TFRecord is TFDS's default format, and TensorFlow only reads it sequentially. For random access, the
-byte ranges of all records in TFRecord files are found when the data set is opened. A record in such
-a file consists of the length of the contents, a checksum of the length, the contents, and a
-checksum of the contents. TFDS decodes the contents.
+byte ranges of all records in TFRecord files are found when the data set is imported. A record in
+such a file consists of the length of the contents, a checksum of the length, the contents, and a
+checksum of the contents. TFDS decodes the contents once; after that, only pictures are read.
 """
 
+import contextlib
 import functools
 import mmap
 import os
 import pathlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, records
+from diffusion_jax.data import captions, home, reading, records, tf_examples
 from diffusion_jax.data.decoding import Unusable
+from diffusion_jax.data.inventory import PICTURES, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.reading import Place
+from diffusion_jax.data.table import Row, Table
 
-_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+_CHUNK = 64  # Number of examples that an import reads at a time.
 
 
-def open_source(data: Data, _: TaskShapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Table:
     """Open the TFDS split at a config's data.path, such as "NAME@train"."""
-    return Tfds(records.path_of(data), data.text, picture_fields.read(data.fields))
+    return open_split(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
-class Tfds(Records):
-    """The examples of one split of a TFDS data set, each with its captions."""
+def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -> Table:
+    """Open the examples of one split of a TFDS data set, each with its captions.
 
-    def __init__(self, path: str, text: str = "caption", fields: Sequence[Field] = ()):
-        """Open a split.
+    Args:
+        path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with the
+            folder of one version of a data set.
+        text: name of the caption feature. "/" joins the names of nested features, as in
+            "captions/text". Commas join several features, as in "caption,long*0.5".
+        fields: the numbers of each example, whose names are those of features, as for `text`.
 
-        Args:
-            path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with
-                the folder of one version of a data set.
-            text: name of the caption feature. "/" joins the names of nested features, as in
-                "captions/text". Commas join several features, as in "caption,long*0.5".
-            fields: the numbers of each example, whose names are those of features, as for `text`.
+    Raises:
+        ValueError: `path` names no split, the data set is missing or empty, its file format has no
+            random access, or it has no image feature, no feature `text` or no feature of a number.
+    """
+    name, split = records.split_of(path)
+    if not split:
+        raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
+    import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
-        Raises:
-            ValueError: `path` names no split, the data set is missing or empty, its file format has
-                no random access, or it has no image feature, no feature `text` or no feature of
-                a number.
-        """
-        name, split = records.split_of(path)
-        if not split:
-            raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
-        import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
+    records.check_places(fields, ())
+    texts, image, source, parts, decoders = captions.alternatives(text), "", None, [], {}
+    with _explained(path):
+        builder = _builder(tfds, name)
+        features = builder.info.features.items()
+        if images := [name for name, kind in features if isinstance(kind, tfds.features.Image)]:
+            image = records.image_column(images, path)
+            decoders = {image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
+            with contextlib.suppress(NotImplementedError):  # There is none for TFRecord files.
+                source = builder.as_data_source(split, decoders=decoders)
+            parts = builder.info.splits[split].file_instructions
+    if not images:
+        raise ValueError(f"{name} has no image feature: choose a data set of images")
 
-        records.check_places(fields, ())
-        self._name, self._texts = path, captions.alternatives(text)
-        self._fields = [field.name for field in fields]
-        try:
-            builder = _builder(tfds, name)
-            features = builder.info.features.items()
-            images = [name for name, kind in features if isinstance(kind, tfds.features.Image)]
-            if images:
-                self._image = records.image_column(images, path)
-                self._rows = _rows(tfds, builder, split, self._image)
-        except Exception as error:  # TFDS raises many types.
-            raise ValueError(
-                f"TFDS cannot read {path}: {error}\nIf the data set is not prepared, run tfds "
-                "build NAME (for large sets, with --file_format=array_record)"
-            ) from error
-        if not images:
-            raise ValueError(f"{name} has no image feature: choose a data set of images")
-        if not len(self._rows):
+    def rows(inventory: LeftOut) -> Iterator[Row]:
+        number, checked = 0, False
+        for place, example in _examples(path, builder.info, parts, image, source, decoders):
+            if isinstance(example, Unusable):
+                row = Row(str(number), number, place, example)
+            else:
+                if not checked:
+                    _check(path, example, texts, fields)
+                    checked = True
+                row = Row(str(number), number, place, *_about(example, texts, fields))
+            yield row
+            number += 1
+        if not number:
             raise ValueError(f"{path} holds no examples: choose another split")
-        self._check_text()
+        inventory.add(PICTURES, (), number)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, indices: Sequence[int]) -> list[Record]:
-        """Return the examples with these indices as records."""
-        rows = self._rows.__getitems__(list(indices))
-        return [
-            self._record(row, f"{self._name}, {i}") for i, row in zip(indices, rows, strict=True)
-        ]
-
-    def _record(self, row: Any, name: str) -> Record:
-        if isinstance(row, Unusable):
-            return Record(b"", row, name)
-        numbers = {field: _inside(row, field) for field in self._fields}
-        return Record(row[self._image], self._text(row), name, numbers)
-
-    def _text(self, row: Mapping[str, Any]) -> Any:
-        texts = ((records.cell_text(_inside(row, name)), weight) for name, weight in self._texts)
-        return captions.join(texts)
-
-    def _check_text(self) -> None:
-        row = next((row for row in self._rows if not isinstance(row, Unusable)), None)
-        needed = [(name, "text to the caption feature") for name, _ in self._texts]
-        needed += [(name, "fields to the features of numbers") for name in self._fields]
-        for name, advice in needed:
-            if row and _inside(row, name) is None:
-                raise ValueError(
-                    f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set "
-                    f"data.{advice}"
-                )
+    root = os.fspath(builder.data_dir)
+    about = [os.path.join(root, name) for name in ("dataset_info.json", "features.json")]
+    rule = {"source": "tfds", "split": split, "text": text, "ranges": list(map(str, fields)),
+            "fields": [field.name for field in fields]}  # fmt: skip
+    files = [*about, *(os.fspath(part.filename) for part in parts)]
+    table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
+    table.prefix = f"{path}, "
+    return table
 
 
-def _rows(tfds: Any, builder: Any, split: str, image: str) -> Any:
-    """Return the examples of a split as a list-like object. The feature `image` is not decoded."""
-    decoders = {image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
+def _about(
+    example: Any, texts: Sequence[tuple[str, float]], fields: Sequence[Field]
+) -> tuple[Any, list[str], dict[str, float | Unusable]]:
+    """Return the text of an example, the origins of its captions, and its numbers."""
+    pairs = ((records.cell_text(_inside(example, n)), w, f"feature {n}") for n, w in texts)
+    numbers = {f.name: records.number_of(f, _inside(example, f.name)) for f in fields}
+    return *captions.with_origins(pairs), numbers
+
+
+def _check(
+    path: str, example: Any, texts: Sequence[tuple[str, float]], fields: Sequence[Field]
+) -> None:
+    """Raise ValueError if an example lacks the feature of a text or number."""
+    needed = [(name, "text to the caption feature") for name, _ in texts]
+    needed += [(field.name, "fields to the features of numbers") for field in fields]
+    for name, advice in needed:
+        if _inside(example, name) is None:
+            raise ValueError(
+                f"{path} has no feature {name!r}: it has {', '.join(example)}. Set data.{advice}"
+            )
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
     try:
-        return builder.as_data_source(split, decoders=decoders)
-    except NotImplementedError:  # TFDS has no random access to this format.
-        return _TfRecords(builder.info, split, decoders)
+        yield
+    except Exception as error:  # TFDS raises many types.
+        raise ValueError(
+            f"TFDS cannot read {path}: {error}\nIf the data set is not prepared, run tfds "
+            "build NAME (for large sets, with --file_format=array_record)"
+        ) from error
 
 
-class _TfRecords:
-    """The examples of a split in TFRecord files, with random access. Damaged ones are Unusable."""
+def _examples(
+    path: str, info: Any, parts: Sequence[Any], image: str, source: Any, decoders: Any
+) -> Iterator[tuple[Place | bytes, Any]]:
+    """Yield the place of the image of each example in `parts`, and the example or Unusable.
 
-    def __init__(self, info: Any, split: str, decoders: Any):
-        self._decode = lambda contents: info.features.deserialize_example_np(
-            contents, decoders=decoders
-        )
-        if info.file_format.name != "TFRECORD":
-            raise ValueError(f"the file format {info.file_format.name} has no random access")
-        self._files, spans = [], [np.zeros((0, 3), np.int64)]
-        for part in info.splits[split].file_instructions:
-            with pathlib.Path(part.filename).open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    `source` holds the examples, unless they are in TFRecord files.
+    """
+    with _explained(path):
+        if source is None:
+            yield from _in_tf_records(info, parts, image, decoders)
+        elif info.file_format.name == "ARRAY_RECORD":
+            every = ((part, n) for part in parts for n in range(part.skip, part.skip + part.take))
+            for (part, number), example in zip(every, _in_order(source), strict=True):
+                place = Place(os.fspath(part.filename), number, -1, f"{reading.RECORD}{image}")
+                yield place, example
+        else:
+            yield from (
+                (b"" if isinstance(e, Unusable) else e[image], e) for e in _in_order(source)
+            )
+
+
+def _in_order(source: Any) -> Iterator[Any]:
+    for first in range(0, len(source), _CHUNK):
+        indices = list(range(first, min(first + _CHUNK, len(source))))
+        try:
+            found = source.__getitems__(indices)
+        except (RuntimeError, ValueError):  # At least one is damaged.
+            found = [_one(source, index) for index in indices]
+        yield from found
+
+
+def _one(source: Any, index: int) -> Any:
+    try:
+        return source[index]
+    except (RuntimeError, ValueError) as error:
+        return Unusable("broken_record", " ".join(str(error).split()))
+
+
+def _in_tf_records(
+    info: Any, parts: Sequence[Any], image: str, decoders: Any
+) -> Iterator[tuple[Place, Any]]:
+    if info.file_format.name != "TFRECORD":
+        raise ValueError(f"the file format {info.file_format.name} has no random access")
+    for part in parts:
+        with (
+            pathlib.Path(part.filename).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        ):
             frames = _frames(mapped, part.filename)[part.skip :][: part.take]
-            spans.append(np.insert(frames, 0, len(self._files), axis=1))
-            self._files.append(mapped)
-        self._spans = np.concatenate(spans)  # [N, (file, first, last)]
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: int) -> Any:
-        file, first, last = self._spans[index].tolist()
-        contents = self._files[file][first:last]
-        if _checksum(contents) != _CHECKSUM.unpack_from(self._files[file], last)[0]:
-            return Unusable("wrong_checksum", "the TFRecord file has changed since it was written")
-        return self._decode(contents)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-def _checksum(contents: bytes) -> int:
-    """Return the checksum of `contents` in a TFRecord file: CRC-32C, rotated, plus a constant."""
-    crc = google_crc32c.value(contents)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            for first, last in frames.tolist():
+                place = Place(os.fspath(part.filename), first, last - first, reading.FRAME + image)
+                example = tf_examples.checked(mapped[first : last + tf_examples.CHECKSUM.size])
+                if not isinstance(example, Unusable):
+                    example = info.features.deserialize_example_np(example, decoders=decoders)
+                yield place, example
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:

@@ -97,13 +97,15 @@ def import_tars(
         FileNotFoundError: a tar is missing.
         ValueError: there are no tars, a wdinfo.pkl is damaged, or `text` or `fields` is wrong.
     """
+    settings = {"source": "webdataset", "text": text, "ranges": list(map(str, fields))}
+    if (table := home.saved(path, settings)) is not None:
+        return table
     beside = Inventory()
     names, stamps = tars.find_stamped(os.fspath(path), beside)
     root = _root(os.fspath(path), names)
     importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
-    rule = {"source": "tars", "path": f"{path}/".removeprefix(root).rstrip("/"), "text": text,
-            "images": importer.images, "ranges": list(map(str, fields)),
-            "fields": [field.name for field in fields]}  # fmt: skip
+    rule = {**settings, "path": f"{path}/".removeprefix(root).rstrip("/"),
+            "images": importer.images, "fields": [field.name for field in fields]}  # fmt: skip
     table = home.open_table(
         home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps)
     )

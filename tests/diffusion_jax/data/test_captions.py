@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data, Run, Text, check_tags
-from diffusion_jax.data import captions, pipeline, prompts, sources, tars
+from diffusion_jax.data import captions, pipeline, prompts, sources, tars, tf_examples
 from diffusion_jax.data.captions import Captions, Tags
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
@@ -244,9 +244,9 @@ def test_half_a_character_in_json_is_named_and_not_taken_for_a_byte(tmp_path):
 
 
 def test_all_values_of_a_tf_example_feature_are_captions(tmp_path):
-    example = arrayrecord._Example()
+    example = tf_examples.Example()
     example.features.feature["txt"].bytes_list.value.extend([b"one", b"two"])
-    captions = arrayrecord.read_feature(arrayrecord.decode(example.SerializeToString()), "txt")
+    captions = arrayrecord.read_feature(tf_examples.decode(example.SerializeToString()), "txt")
     assert captions == Captions(("one", "two"), (0.5, 0.5))
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data, Run
-from diffusion_jax.data import pipeline, tars
+from diffusion_jax.data import pipeline, tars, tf_examples
 from diffusion_jax.data.prepare import reshard, validate
 from diffusion_jax.data.sources import arrayrecord, open_pictures, open_records
 from diffusion_jax.devices import sharding
@@ -68,7 +68,7 @@ def numbers_alone(tmp_path_factory):
     path = tmp_path_factory.mktemp("floats") / "a.array_record"
     writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for n in range(NUM):
-        example = arrayrecord._Example()
+        example = tf_examples.Example()
         for name, value in (("png", png(n)), ("txt", b"picture %d" % n)):
             example.features.feature[name].bytes_list.value.append(value)
         example.features.feature["score"].float_list.value.append(n / 2)

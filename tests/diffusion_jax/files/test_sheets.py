@@ -102,6 +102,8 @@ def test_wrapping_a_caption_of_5000_words_reads_only_its_beginning():
     font = sheets._font("word")
     lines = sheets._wrapped("word " * 5_000, font, 96)
     assert lines == sheets._wrapped("word " * 40, font, 96) and len(lines) == 3
+    assert sheets._wrapped("word " * 9, font, 60) == ["word word", "word word", "word ..."]
+    assert sheets._wrapped("word " * 6, font, 60) == ["word word"] * 3
 
 
 def test_captions_of_neighbours_keep_a_gap_and_empty_prompts_are_named():

@@ -68,3 +68,16 @@ def test_fine_tuning_without_a_model_or_captions_is_an_error():
     for one, trained in ((photos(), ""), (photos(words=()), TRAINED)):
         with pytest.raises(ValueError, match=r"--finetune=lora needs captions"):
             questions.method("lora", one, trained)
+
+
+def test_doubts_about_the_data_are_a_question_in_a_terminal_and_a_warning_elsewhere(typed, caplog):
+    questions.go_on(["all 3 captions are equal"])
+    assert [record.getMessage() for record in caplog.records] == ["all 3 captions are equal"]
+    typed("yes")
+    questions.go_on(["all 3 captions are equal"])
+    for reply in ("", "n"):
+        typed(reply)
+        with pytest.raises(ValueError, match="you did not continue: mend the data"):
+            questions.go_on(["all 3 captions are equal"])
+    typed()
+    questions.go_on([])

@@ -13,13 +13,13 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import decoding, sources, tars
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.prepare import reshard
-from diffusion_jax.data.sources.arrayrecord import ArrayRecords
+from diffusion_jax.data.sources.arrayrecord import open_files
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 
 YEAR = picture_fields.read(("year=1900..2000",))
-READERS = {"webdataset": open_tars, "arrayrecord": ArrayRecords}
+READERS = {"webdataset": open_tars, "arrayrecord": open_files}
 
 
 @pytest.fixture(scope="module")

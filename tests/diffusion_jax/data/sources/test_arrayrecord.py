@@ -1,15 +1,16 @@
 """The ArrayRecord source."""
 
 import io
+import os
 
 import numpy as np
 import pytest
 
 from diffusion_jax.config import picture_fields
-from diffusion_jax.data import records
+from diffusion_jax.data import records, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord
-from diffusion_jax.data.sources.arrayrecord import ArrayRecords
+from diffusion_jax.data.sources.arrayrecord import open_files
 
 
 def write(path, *records):
@@ -23,13 +24,13 @@ def test_records_of_several_files_are_read_in_the_requested_order(tmp_path):
             tmp_path / f"s-{shard}.array_record",
             *({"jpg": b"%d%d" % (shard, i), "txt": b"t%d " % i} for i in range(shard + 1)),
         )
-    records = ArrayRecords(tmp_path)
+    records = open_files(tmp_path)
     assert len(records) == 6
     read = records.read([5, 0, 2, 5])
     assert [(r.image, r.text) for r in read] == [
         (b"22", "t2"), (b"00", "t0"), (b"11", "t1"), (b"22", "t2")]  # fmt: skip
     assert read[0].name == f"{tmp_path}/s-2.array_record/2"
-    assert len(ArrayRecords(f"{tmp_path}/s-{{0,2}}.array_record")) == 4
+    assert len(open_files(f"{tmp_path}/s-{{0,2}}.array_record")) == 4
 
 
 def test_image_caption_and_embedding_features_can_have_other_names(tmp_path):
@@ -37,42 +38,75 @@ def test_image_caption_and_embedding_features_can_have_other_names(tmp_path):
     np.save(array, np.eye(2, 3, dtype=np.float16))
     features = {"image": b"x", "caption": b"words", "t5.npy": array.getvalue(), "__key__": b"a/7"}
     path = write(tmp_path / "a.array_record-00000-of-00001", features)
-    record = ArrayRecords(path, "caption").read([0])[0]
+    record = open_files(path, "caption").read([0])[0]
     assert (record.image, record.text, record.name) == (b"x", "words", f"{path}/0 (a/7)")
     np.testing.assert_array_equal(
-        ArrayRecords(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32)
+        open_files(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32)
     )
     with pytest.raises(
         ValueError, match=r"no feature txt: it has __key__, caption, image, t5\.npy"
     ):
-        ArrayRecords(path)
+        open_files(path)
 
 
 def test_a_damaged_record_does_not_affect_others(tmp_path):
     good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
     path = write(tmp_path / "a.array_record", *good)
     contents = bytearray(path.read_bytes())
-    at = contents.index(arrayrecord.encode(good[0])[:8])
+    at = contents.index(tf_examples.encode(good[0])[:8])
     contents[at + 4] ^= 255
     path.write_bytes(contents)
-    texts = [record.text for record in ArrayRecords(path).read([0, 1, 2])]
+    texts = [record.text for record in open_files(path).read([0, 1, 2])]
     reasons = [text.reason if isinstance(text, Unusable) else text for text in texts]
     assert reasons == ["broken_record", "two", "no_caption"]
 
 
+def test_embeddings_stay_in_their_records(tmp_path, example):
+    arrays = [io.BytesIO() for _ in range(3)]
+    for number, file in enumerate(arrays):
+        np.save(file, np.full((1, 2), number, np.float32))
+    message = example()
+    feature = message.features.feature
+    feature["image"].bytes_list.value.append(b"x")
+    feature["a.npy"].bytes_list.value.extend(array.getvalue() for array in arrays[:2])
+    feature["b.npy"].bytes_list.value.append(arrays[2].getvalue())
+    write_messages(tmp_path / "a", message.SerializeToString(), example().SerializeToString())
+    table = open_files(tmp_path / "a", "a.npy,b.npy*3")
+    text = table.texts([0])[0]
+    assert [array[0, 0] for array in text.texts] == [0, 1, 2]
+    assert text.weights == (0.125, 0.125, 0.75)
+    assert table.origins([0]) == [("feature a.npy", "feature a.npy", "feature b.npy")]
+    assert sum(len(path.read_bytes()) for path in tmp_path.rglob("*.texts.arrow")) < 2000
+    assert open_files(tmp_path / "a", "c.npy,b.npy").texts([0])[0].tolist() == [[2, 2]]
+    assert table.read([1])[0].text.reason == "broken_record"
+    assert table.files() == [str(tmp_path / "a")]
+
+
+def test_a_record_that_is_damaged_after_the_import_is_unusable(tmp_path):
+    good = [{"jpg": b"a" * 99, "txt": b"one"}, {"jpg": b"b" * 99, "txt": b"two"}]
+    path = write(tmp_path / "a.array_record", *good)
+    stamp, contents, table = path.stat(), bytearray(path.read_bytes()), open_files(path)
+    assert [record.image for record in table.read([0, 1])] == [b"a" * 99, b"b" * 99]
+    contents[contents.index(tf_examples.encode(good[0])[:8]) + 4] ^= 255
+    path.write_bytes(contents)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
+    first, second = table.read([0, 1])
+    assert first.image == b"" and first.text.reason == "broken_record" and second.text == "two"
+
+
 def test_missing_remote_damaged_and_empty_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
-        ArrayRecords(tmp_path / "nowhere")
+        open_files(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no \.array_record files in"):
-        ArrayRecords(tmp_path)
+        open_files(tmp_path)
     with pytest.raises(ValueError, match="gs://b/a is a URL, but ArrayRecord files must be local"):
-        ArrayRecords("gs://b/a")
+        open_files("gs://b/a")
     (tmp_path / "a.array_record").write_bytes(b"no such thing" * 9999)
     with pytest.raises(ValueError, match=r"a\.array_record is not a complete ArrayRecord file"):
-        ArrayRecords(tmp_path)
+        open_files(tmp_path)
     write(tmp_path / "a.array_record")
     with pytest.raises(ValueError, match=r"no records in .*: all 1 files are empty"):
-        ArrayRecords(tmp_path)
+        open_files(tmp_path)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
@@ -88,7 +122,14 @@ def test_a_failed_write_leaves_no_file(tmp_path):
 def test_temporary_files_of_a_killed_writer_are_ignored(tmp_path):
     write(tmp_path / "a.array_record", {"jpg": b"x", "txt": b"t"})
     (tmp_path / ".b.array_record.0123.tmp").write_bytes(b"half")
-    assert len(ArrayRecords(tmp_path)) == 1
+    assert len(open_files(tmp_path)) == 1
+
+
+def write_messages(path, *messages):
+    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for message in messages:
+        writer.write(message)
+    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +142,12 @@ def example():
 
 def test_protobuf_can_decode_encoded_features(example):
     features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
-    message = example.FromString(arrayrecord.encode(features))
+    message = example.FromString(tf_examples.encode(features))
     read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
     assert {name: list(values) for name, values in read.items()} == {
         name: [value] for name, value in features.items()
     }
-    assert arrayrecord.decode(arrayrecord.encode(features)) == {k: [v] for k, v in features.items()}
+    assert tf_examples.decode(tf_examples.encode(features)) == {k: [v] for k, v in features.items()}
 
 
 def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
@@ -117,23 +158,23 @@ def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
     feature["width"].int64_list.value.extend([-1, 2**40])
     feature["score"].float_list.value.append(0.5)
     feature["none"].bytes_list.SetInParent()
-    assert arrayrecord.decode(message.SerializeToString()) == {
+    assert tf_examples.decode(message.SerializeToString()) == {
         "image": [b"\xff\xd8" + bytes(300)],
         "captions": [b"one", b"two"],
     }
 
 
 def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(tmp_path, example):
-    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(tmp_path / "a"), "group_size:1")
+    messages = []
     for images, scores in (([b"a"], [3.0]), ([b"a", b"b"], [3.0]), ([b"a"], [3.0, 4.0])):
         message = example()
         message.features.feature["image"].bytes_list.value.extend(images)
         message.features.feature["txt"].bytes_list.value.append(b"x")
         message.features.feature["score"].float_list.value.extend(scores)
-        writer.write(message.SerializeToString())
-    writer.close()
+        messages.append(message.SerializeToString())
+    write_messages(tmp_path / "a", *messages)
     fields = picture_fields.read(("score=0..10",))
-    one, two, numbers = ArrayRecords(tmp_path / "a", fields=fields).read([0, 1, 2])
+    one, two, numbers = open_files(tmp_path / "a", fields=fields).read([0, 1, 2])
     assert one.image == b"a" and records.checked_numbers(one, fields) == {"score": 3}
     assert "broken_record: it holds 2 images instead of one" in str(two.text)
     with pytest.raises(Unusable, match=r"the field score is \[3\.0, 4\.0\]"):
@@ -143,4 +184,4 @@ def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
 def test_decoding_damaged_bytes_is_an_error(damaged):
     with pytest.raises(ValueError, match=r"not a tf.train.Example"):
-        arrayrecord.decode(damaged)
+        tf_examples.decode(damaged)

@@ -14,7 +14,7 @@ from tensorflow_datasets.core.utils import file_utils
 
 from diffusion_jax.data import prompts
 from diffusion_jax.data.captions import every, first
-from diffusion_jax.data.sources.tfds import Tfds
+from diffusion_jax.data.sources.tfds import open_split
 from diffusion_jax.metrics import images
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -37,7 +37,7 @@ def coco(tmp_path_factory):
 
 def test_coco_captions_are_read_by_name_at_random_positions(coco):
     assert len(list(coco.glob("*.tfrecord-*"))) == 4
-    records = Tfds("coco_captions@val", "captions/text")
+    records = open_split("coco_captions@val", "captions/text")
     several = records.texts(range(len(records)))
     texts = [first(text) for text in several]
     assert [len(every(text)) for text in several] == [5] * 8

@@ -9,6 +9,8 @@ from PIL import Image
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import prompts, sources
+from diffusion_jax.data.pictures import TaskShapes
+from diffusion_jax.data.sources import arrow
 
 NUM = 7
 
@@ -18,9 +20,10 @@ def cache(tmp_path_factory):
     """Let `datasets` use a temporary cache."""
     import datasets
 
+    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        yield folder
 
 
 def pixels(number):
@@ -83,6 +86,21 @@ TEST = [(i, f"number {i}") for i in (50, 51)]
 )
 def test_every_layout_is_read_with_pictures_and_captions(written, source, path, rows):
     assert read(source, written / path) == rows
+
+
+def test_pictures_of_parquet_are_read_at_their_places_in_the_cache_of_datasets(written, cache):
+    opened = lambda split: arrow.open_any(
+        Data("huggingface", f"{written}/clone@{split}", "text"), TaskShapes(8)
+    )
+    table = opened("train[2:4]")
+    for place, record in zip(table.places([0, 1]), table.read([0, 1]), strict=True):
+        contents = (cache / place.file).read_bytes()
+        assert contents[place.at : place.at + place.size] == record.image
+        assert place.file.startswith(f"{cache}/") and place.kind == "bytes"
+    assert table.names([1]) == [f"{written}/clone@train[2:4], row 1"]
+    both = opened("train[:1]+test")
+    assert both.texts(range(3)) == ["number 0", "number 50", "number 51"]
+    assert len({place.file for place in both.places(range(3))}) == 2
 
 
 def test_only_the_tables_that_save_to_disk_wrote_last_are_read(tmp_path, caplog):

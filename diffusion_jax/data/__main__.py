@@ -1,0 +1,132 @@
+"""Import a data set and look at it: where its captions come from, and what was left out.
+
+    python -m diffusion_jax.data show photos --sheet=photos.png
+
+Both commands read foreign files once, into a table, which training then opens. docs/data.md shows
+what they print.
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags, logging
+
+from diffusion_jax import cli, files
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import guess, show, sources
+from diffusion_jax.data.records import Records
+from diffusion_jax.data.table import Table
+from diffusion_jax.files import sheets, untrusted
+from diffusion_jax.logs import progress
+
+_EXAMPLES = """examples:
+  python -m diffusion_jax.data import photos
+  python -m diffusion_jax.data import photos --text=csv:caption --out=tables/photos --strict
+  python -m diffusion_jax.data show photos --sheet=photos.png
+  python -m diffusion_jax.data show photos --by=origin
+  python -m diffusion_jax.data show photos --left_out
+  python -m diffusion_jax.data show tables/photos --row=cats/0042.jpg"""
+_SECTIONS = {"origin": ("origin", "unreadable"), "reason": ("left out",)}
+_SIZE, _LINES = 192, 6  # Of the sheet: the side of a picture in pixels, the lines of a caption.
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command in `arguments`. Bad input ends it with a one-line message and exit code 2."""
+    cli.start(alone=True)
+    args = _parser().parse_args(arguments)
+    with cli.bad_input():
+        data = _data(args)
+        records = sources.open_records(data)
+        args.run(args, data, records)
+        doubts = show.doubts(records)
+        for line in doubts:
+            logging.warning("%s", line)
+        if doubts and args.strict:
+            raise ValueError(
+                f"--strict: {args.path} has {len(doubts)} doubts, which the warnings name: mend "
+                "the data, or leave out --strict"
+            )
+
+
+def _data(args: argparse.Namespace) -> Data:
+    """Return the data settings of the flags. What they do not say is guessed from the files."""
+    if args.source:
+        data = sources.named(f"{args.source}:{args.path}" + f"::{args.text}" * bool(args.text))
+    else:
+        data = guess.guess(args.path, args.text)
+    return data._replace(fields=tuple(args.fields)) if args.fields else data
+
+
+def _import(args: argparse.Namespace, data: Data, records: Records) -> None:
+    if args.out:
+        if not isinstance(records, Table):
+            raise ValueError(f"--out={args.out}: the data source {data.source!r} has no table")
+        records.copy(files.folder(args.out, "--out"))
+        data = data._replace(path=args.out)
+        records = sources.open_records(data)
+    names = ("source", "path", "text", "uncaptioned", *["fields"] * bool(data.fields))
+    settings = [(name, shlex.quote(str(getattr(data, name)))) for name in names]
+    flags = " ".join(f"--config.data.{name}={value}" for name, value in settings)
+    print(progress.block([*show.overview(records), ("to train", flags)]))
+
+
+def _show(args: argparse.Namespace, data: Data, records: Records) -> None:
+    table = records if isinstance(records, Table) else None
+    if (args.left_out or args.row) and table is None:
+        raise ValueError(f"{args.path}: the data source {data.source!r} does not list its files")
+    if table and args.left_out:
+        for name, reason in table.left():
+            print(f"{reason}\t{untrusted.printable(name)}")
+    elif table and args.row:
+        print(progress.block(show.about(table, args.row)))
+    else:
+        labels = _SECTIONS.get(args.by)
+        rows = [row for row in show.overview(records) if labels is None or row[0] in labels]
+        print(progress.block(rows))
+    if args.sheet:
+        sheets.write_png(args.sheet, show.sample_sheet(records, _SIZE, _LINES))
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout: Any = {"epilog": _EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    about = (__doc__ or "").partition("\n")[0]
+    parser = cli.OneLine("python -m diffusion_jax.data", description=about, **layout)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name, run, help):
+        command = commands.add_parser(name, help=help, description=help, **layout)
+        command.set_defaults(run=run)
+        arg = command.add_argument
+        arg("path", metavar="PATH", help="the data set: a folder, tars, parquet files, what "
+            "import --out wrote, or SOURCE:PATH::TEXT")  # fmt: skip
+        arg("--source", default="", help=f"{', '.join(sources.SOURCES)}, or a module of yours; "
+            "default: guessed from the files")  # fmt: skip
+        arg("--text", default="", help="where the captions are (data.text); default: guessed")
+        arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
+            help="an entry of data.fields in a config; may be repeated")  # fmt: skip
+        arg("--strict", action="store_true", help="end with exit code 2 if something looks wrong: "
+            "most captions equal, ids or missing, pointers of Git LFS, a table that is not read, "
+            "captions found by the file name alone; default: warn")  # fmt: skip
+        return arg
+
+    arg = add("import", _import, "Write the table of a data set, which training opens.")
+    arg("--out", default="", help="folder for the table, which data.path may name; training then "
+        "does not check whether the data have changed; default: beside the data")  # fmt: skip
+    arg = add("show", _show, "Show where the captions of a data set come from, how many are "
+              "different, and what was left out.")  # fmt: skip
+    arg("--by", choices=[*_SECTIONS], help="print only how many pictures have their caption from "
+        "each origin, or how many files were left out for each reason")  # fmt: skip
+    arg("--left_out", action="store_true", help="print each left-out file with its reason")
+    arg("--row", default="", metavar="NAME", help="print all that is known of a picture, or why a "
+        "file was left out")  # fmt: skip
+    arg("--sheet", default="", metavar="FILE.png", help="write a sheet of 32 random pictures with "
+        "their captions")  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # argparse did it; absl's log needs this call.
+    with cli.interruptible():
+        main()

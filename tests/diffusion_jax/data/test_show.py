@@ -1,0 +1,257 @@
+"""The commands import and show: what they print of a messy folder, and what they doubt."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.config import picture_fields
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import __main__ as data_command
+from diffusion_jax.data import guess, show, sources, tars
+from diffusion_jax.data.sources.folder import open_folder
+from diffusion_jax.files.untrusted import POINTER
+from tests.imagen_jax import commands
+
+LFS = POINTER + b"v1\noid sha256:0\nsize 3\n"
+
+
+def draw(path, colour="red"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (20, 16), colour).save(path)
+
+
+@pytest.fixture
+def messy(tmp_path):
+    """A folder in which each kind of file that users have occurs once or twice."""
+    root = tmp_path / "photos"
+    for name in ("a.png", "b.png", "cats/c.png", "cats/d.png", "cats/old/e.png", "cats/old/f.png"):
+        draw(root / name)
+    (root / "a.txt").write_text("a red square")
+    (root / "b.txt").write_bytes("a müde square".encode("utf-16"))
+    (root / "cats/c.txt").write_bytes("a müde square".encode("latin-1"))
+    (root / "cats/d.txt").write_text("a red square")
+    (root / "cats/lfs.jpg").write_bytes(LFS)
+    (root / "cats/lfs.txt").write_text("a blue square")
+    (root / "note.md").write_text("taken in May")
+    (root / "cats/alone.txt").write_text("a square that is lost")
+    (root / "cats/old/g.svg").write_text("<svg/>")
+    for hidden in (".DS_Store", ".git/x.png", "cats/Thumbs.db"):
+        (root / hidden).parent.mkdir(exist_ok=True)
+        (root / hidden).write_text("")
+    return root
+
+
+def run(*arguments):
+    """Run a command, and return its exit code."""
+    try:
+        data_command.main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_each_file_of_a_messy_folder_has_an_origin_or_a_reason(messy, capsys):
+    assert run("show", messy) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = next((messy / ".diffusion_jax").iterdir())
+    error = "broken_text: the text is not UTF-8 text (byte 0xfc at offset 3, line 1): save it in "
+    assert lines == [
+        "files          5 pictures, 5 texts, 1 companions",
+        "left out       3 hidden: .DS_Store, .git, cats/Thumbs.db",
+        "left out       1 format: cats/old/g.svg",
+        "left out       1 no_picture: cats/alone.txt",
+        "left out       2 no_caption: cats/old/e.png, cats/old/f.png",
+        "companions     note.md",
+        'captions       4, 3 of them different; the most frequent: 2 x "a red square", 1 x "a müde '
+        'square", 1 x "a blue square"',
+        "origin         5 NAME.txt, such as of a.png",
+        f"unreadable     1, such as of cats/c.png: {error}UTF-8",
+        f"table          {table}",
+    ]
+    assert run("show", messy, "--left_out") == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "format\tcats/old/g.svg", "hidden\t.DS_Store", "hidden\t.git", "hidden\tcats/Thumbs.db",
+        "no_caption\tcats/old/e.png", "no_caption\tcats/old/f.png", "no_picture\tcats/alone.txt",
+    ]  # fmt: skip
+    assert run("show", messy, "--by=origin") == 0
+    assert capsys.readouterr().out.splitlines() == lines[7:9]
+    assert run("show", messy, "--by=reason") == 0
+    assert capsys.readouterr().out.splitlines() == lines[1:5]
+
+
+def test_a_row_shows_all_that_is_known_of_a_picture(tmp_path, capsys):
+    for name in ("a.png", "in/a.png", "in/b.png"):
+        draw(tmp_path / name)
+    rows = [{"file_name": "in/b.png", "text": [["a cat", 3], ["a kit\x1bten", 1]], "age": "old"}]
+    rows += [{"file_name": name, "text": "a dog"} for name in ("a.png", "in/a.png")]
+    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert run("show", tmp_path, "--row=b.png") == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown.pop("key").isdigit() and shown.pop("picture").startswith("20 x 16 pixels, PNG, ")
+    assert shown == {
+        "name": "in/b.png",
+        "place": f"{tmp_path}/in/b.png",
+        "caption": "a kit\\x1bten (weight 0.25, m.jsonl: text, exact path)",
+    }
+    for name, message in {
+        "in/c.png": "no picture has this name, and no file of this name was left out: did you mean",
+        "zzz": "no picture has this name, and no file of this name was left out\n",
+    }.items():
+        assert run("show", tmp_path, f"--row={name}") == 2
+        assert f"--row={name}: {message}" in capsys.readouterr().err
+    assert run("show", tmp_path, "--row=a.png") == 0  # An exact name comes first.
+    assert f"{tmp_path}/a.png\n" in capsys.readouterr().out
+    draw(tmp_path / "on/b.png")
+    assert run("show", tmp_path, "--row=b.png") == 2
+    assert "--row=b.png names 2 pictures: write in/b.png\n" in capsys.readouterr().err
+
+
+def test_a_row_shows_numbers_masks_damage_and_why_a_file_was_left_out(messy):
+    for name, number in (("a", 7), ("b", "x"), ("cats/c", 2), ("cats/d", 2), ("cats/lfs", 1)):
+        (messy / f"{name}.json").write_text(json.dumps({"age": number}))
+        draw(messy / f"{name}.mask.png")
+    table = open_folder(messy, "txt", "drop", picture_fields.read(["age=0..9"]), "mask.png")
+    mask = ("mask", f"{messy}/a.mask.png")
+    assert show.about(table, "a.png")[-2:] == [("number", "age: 7.0"), mask]
+    assert "'x'" in dict(show.about(table, "b.png"))["number"]
+    assert dict(show.about(table, "cats/lfs.jpg"))["picture"].startswith("broken_image: ")
+    assert dict(show.about(table, "e.png"))["left out"] == "no_caption"
+    assert show.about(table, "cats/Thumbs.db")[1:] == [("left out", "hidden")]
+
+
+def test_the_sheet_has_a_cell_with_its_caption_for_each_usable_picture(messy, tmp_path):
+    assert run("show", messy, f"--sheet={tmp_path}/sheet.png") == 0
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
+    # c.txt is not UTF-8, lfs.jpg is no picture: a, b and d remain, with captions of one line.
+    assert sheet.shape == (4 + 192 + 14 + 6, 4 + 3 * 196, 3)
+    for x in (4, 200, 396):
+        assert (sheet[4:196, x : x + 192] == [255, 0, 0]).all()
+        assert (sheet[197:211, x : x + 192] < 128).any()
+
+
+def several(texts, **more):
+    """Return files: pictures 0.png, 1.png, ... with these captions beside them, and more files."""
+    files = {f"{i}.png": None for i in range(len(texts))}
+    beside = {f"{i}.txt": text for i, text in enumerate(texts) if text is not None}
+    return files | beside | {name.replace("_", "."): of for name, of in more.items()}
+
+
+FINE = ["a cat", "a dog", "a fox", "a cat"]
+NAMED = "file_name,text\n" + "".join(f"{i}.png,a cat {i}\n" for i in range(4))
+AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out/2.png")}
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [
+        (several(FINE), []),
+        (several(["a cat"]), []),
+        (several(["a cat"] * 3), ['all 3 captions are "a cat": a model learns nothing from its']),
+        (several(["cat", "dog", "a fox"]), ['2 of 3 captions have one word, such as "cat": ']),
+        (several(["cat", "a dog", "a fox", "ox"]), []),
+        (several(["cat,grey", "dog,old"]), []),
+        (several(["猫が好き", "犬が好き"]), []),
+        (several(["0a1f", "b2.c", "a fox"]), ['2 of 3 captions look like ids, paths or URLs, ']),
+        (several(["http://x/a", "x/b.jpg", "img_1"]), ['3 of 3 captions look like ids, paths or']),
+        (several(["a cat", None]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
+        (several(["a cat", "a dog", None]), []),
+        (several(["a cat", ""]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
+        (several([None, None], a_txt="b"), ["2 of 2 pictures have no caption, such as 0.png; texts "
+                                            "without a picture: a.txt: add captions, or"]),
+        (several([*FINE, LFS]), ["1 texts are pointers of Git LFS, such as of 4.png: run git"]),
+        ({**several(FINE), "0.png": LFS}, ["1 of 4 picture files looked into are pointers of Git"]),
+        (several(FINE, m_csv=NAMED), ["files that may hold captions are not read, such as m.csv"]),
+        (several(FINE, m_txt=NAMED), ["files that may hold captions are not read, such as m.txt"]),
+        (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
+        ({**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
+         ["1 files that may hold captions are not read, such as n.csv: give it the"]),
+        (AWAY, ["2 captions were found by the file name alone, such as that of in/0.png in m"]),
+    ],
+)  # fmt: skip
+def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if content is None:
+            draw(path)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = show.doubts(sources.open_records(guess.guess(str(tmp_path))))
+    assert len(found) == len(lines), found
+    assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
+
+
+def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):
+    """Run as a process, because the command configures how warnings are shown."""
+    for name in "ab":
+        draw(tmp_path / "set" / f"{name}.png")
+        (tmp_path / "set" / f"{name}.txt").write_text("a cat")
+    for command in ("import", "show"):
+        for strict in ((), ("--strict",)):
+            ended = commands.run(
+                "diffusion_jax.data", command, f"{tmp_path}/set", *strict, devices=1
+            )
+            assert ended.code == (2 if strict else 0)
+            assert ' warning: all 2 captions are "a cat": ' in ended.err
+            assert f"error: --strict: {tmp_path}/set has 1 doubts" in ended.err or not strict
+            assert "2 pictures, 2 texts" in ended.out
+
+
+def test_a_table_written_elsewhere_is_opened_without_looking_at_changes(messy, tmp_path, capsys):
+    out = tmp_path / "tables" / "photos"
+    assert run("import", messy, f"--out={out}") == 0
+    shown = capsys.readouterr().out
+    assert f"\ntable          {out}\n" in shown
+    assert f"--config.data.source=folder --config.data.path={out} --config.data.text=txt" in shown
+    (messy / "g.png").write_bytes((messy / "a.png").read_bytes())
+    (messy / "g.txt").write_text("later")
+    data = guess.guess(str(out))
+    assert data == Data("folder", str(out), "txt", uncaptioned="drop")
+    kept, new = sources.open_records(data), sources.open_records(guess.guess(str(messy)))
+    assert (len(kept), len(new)) == (5, 6)
+    assert kept.read([0]) == new.read([0]) and kept.left_out() == new.left_out()
+    assert run("show", out, "--by=origin") == 0
+    assert capsys.readouterr().out.startswith("origin         5 NAME.txt, such as of a.png\n")
+
+
+def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_exist(tmp_path):
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    draw(photos / "a.png")
+    (photos / "a.json").write_text('{"text": "a cat", "age": 3}')
+    open_folder(photos, "json:text", fields=picture_fields.read(["age=0..9"])).copy(out)
+    guessed = guess.guess(str(out))
+    assert (guessed.text, guessed.fields) == ("json:text", ("age=0.0..9.0",))
+    assert sources.open_records(guessed).read([0])[0].numbers == {"age": 3}
+    for changes, message in (
+        ({"text": "txt"}, "out was imported with text 'json:text', but this run has 'txt': set "),
+        ({"fields": ()}, r"out was imported with ranges \['age=0.0..9.0'\], but this run has \[\]"),
+        ({"loss_mask": "file"}, "out was imported with mask '', but this run has 'mask.png'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sources.open_records(guessed._replace(**changes))
+    (out / "card.json").chmod(0o666)
+    with pytest.raises(ValueError, match="import the data yourself"):
+        sources.open_records(guessed)
+    (out / "card.json").chmod(0o644)
+    (photos / "a.png").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
+    ):
+        sources.open_records(guessed)
+
+
+def test_a_table_of_tars_written_elsewhere_is_opened_and_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw(tmp_path / "a.png")
+    members = {"png": (tmp_path / "a.png").read_bytes(), "txt": b"a cat"}
+    (tmp_path / "tars").mkdir()
+    tars.write(tmp_path / "tars/0.tar", [{tars.KEY: name, **members} for name in (b"0", b"1")])
+    assert run("import", "tars", "--out=out") == 0
+    assert "--config.data.source=webdataset --config.data.path=out " in capsys.readouterr().out
+    monkeypatch.chdir("/")
+    assert run("show", tmp_path / "out", "--row=0.tar/1.png") == 0
+    shown = capsys.readouterr().out
+    assert f"place          {tmp_path}/tars/0.tar, bytes " in shown
+    assert "picture        20 x 16 pixels, PNG, " in shown and "caption        a cat (wei" in shown
