@@ -145,7 +145,7 @@ class Table(Records):
         folder, root = files.path(home), self.card["root"]
         folder.mkdir(parents=True, exist_ok=True)
         for name in files_of(self.card):
-            content = self._contents.get(name) or (self.home / name).read_bytes()
+            content = self._contents.get(name) or (self.home / name).read_bytes()  # pyright: ignore
             files.write_whole(folder / name, content)
         card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
         files.write_whole(folder / CARD, _written(card))
@@ -691,7 +691,7 @@ def _read_card(home: Any, name: str) -> dict[str, Any]:
     return card
 
 
-def _written(card: Mapping[str, Any]) -> bytes:
+def _written(card: dict[str, Any]) -> bytes:
     return json.dumps(card | {"check": _check(card)}, indent=1).encode()
 
 
