@@ -210,10 +210,11 @@ def _contents(cells: Any, path: str) -> Iterator[Place | bytes | None]:
         yield from (None if (of := cell.as_py()) is None else bytes(of) for cell in cells)
         return
     offsets, data = cells.buffers()[1:]
-    mapped: Any = data  # Buffers of a mapped file are slices of one buffer: the whole file.
+    mapped = data  # Buffers of a mapped file are slices of one buffer: the whole file.
     while mapped is not None and mapped.parent is not None:
         mapped = mapped.parent
-    if not path or mapped is data or mapped.size != os.path.getsize(path):  # It was unpacked.
+    if data is None or mapped is None or mapped is data or mapped.size != _size(path):
+        # It was unpacked, or all cells are null.
         yield from (cell.as_py() for cell in cells)
         return
     ends = np.frombuffer(offsets, np.int32 if narrow else np.int64)[cells.offset :]
@@ -221,6 +222,10 @@ def _contents(cells: Any, path: str) -> Iterator[Place | bytes | None]:
     spans = itertools.pairwise(ends.tolist())
     for is_valid, (first, last) in zip(cells.is_valid(), spans, strict=True):
         yield Place(path, first, last - first, reading.BYTES) if is_valid.as_py() else None
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path) if path else -1
 
 
 def _saved(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> Iterator[tuple[Any, str]]:
