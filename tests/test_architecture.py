@@ -169,7 +169,7 @@ def test_every_folder_has_an_entry_of_allowed_imports():
 @pytest.mark.parametrize("name", ["diffusion", "nn"])
 def test_diffusion_and_nn_import_only_jax_numpy_and_the_standard_library(name):
     libraries = {"ast", "collections", "contextlib", "difflib", "functools", "importlib", "inspect"}
-    libraries |= {"math", "typing", "zlib"}
+    libraries |= {"dataclasses", "math", "typing", "zlib"}
     libraries |= {"numpy", "jax", "jaxtyping"}
     allowed = libraries | ({"flax"} if name == "nn" else set())
     for file in FILES:
