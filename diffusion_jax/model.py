@@ -19,6 +19,7 @@ from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guidance_kinds, noise, samplers
+from diffusion_jax.diffusion.groups import Diffusion, Sampler
 from diffusion_jax.diffusion.objective import Conditions, Net, Noised
 from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
@@ -112,11 +113,13 @@ class SecondNetwork(NamedTuple):
     """A second network that guides the first one. frozen["guide"] holds its parameters."""
 
     unet: Any
-    diffusion: Any
+    diffusion: Diffusion
     """The `diffusion` group of its config."""
 
 
-def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, frozen: Any) -> Task:
+def make_task(
+    system: System, diffusion: Diffusion, sampler: Sampler, drop_prob: float, frozen: Frozen
+) -> Task:
     """Return a model's Task.
 
     Args:
@@ -179,7 +182,10 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
 
 
 def make_sampler_inputs(
-    system: System, diffusion: Any, sampler: Any, guiding: SecondNetwork | None = None
+    system: System,
+    diffusion: Diffusion,
+    sampler: Sampler,
+    guiding: SecondNetwork | None = None,
 ) -> samplers.InputsFunction:
     """Return a Task's `sampler_inputs`, the function that prepares the sampler's arguments.
 

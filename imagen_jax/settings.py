@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
@@ -10,7 +10,8 @@ from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
 from diffusion_jax.diffusion import groups, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion.guidance import ThresholdName
+from diffusion_jax.diffusion.guidance import THRESHOLDS, ThresholdName
+from diffusion_jax.diffusion.precond import Denoiser
 from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
@@ -69,7 +70,10 @@ class Sampler(groups.Sampler):
     """How predicted images are limited to valid colours at each step: "static" clips them,
     "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""
 
-    limit = functools.cached_property(guidance_module.threshold)
+    @functools.cached_property
+    def limit(self) -> Callable[[Denoiser], Denoiser]:
+        """The function that `threshold` names."""
+        return THRESHOLDS.bound("sampler.threshold", self.threshold)
 
 
 class Settings(NamedTuple):

@@ -185,4 +185,5 @@ def test_a_training_method_is_added_in_one_place(system, monkeypatch):
     ours = train_and_sample(*MODELS[system](diffusion__method="scaled(factor=3)", **one_step))
     assert ours[0] == pytest.approx(3 * plain[0], rel=1e-6)
     if system == "imagen":  # The VAE of Stable Diffusion is not linear.
-        np.testing.assert_allclose(ours[2], plain[2] / 2, atol=1e-6)
+        # The step of training before it, 1e-4 times the gradient, differs.
+        np.testing.assert_allclose(ours[2], plain[2] / 2, atol=1e-3)

@@ -9,7 +9,7 @@ round the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +20,12 @@ from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Sigma
 
+if TYPE_CHECKING:
+    from diffusion_jax.diffusion.groups import Sampler
+
 Times = Float[np.ndarray, "n"] | Float[Array, "n"]
-Spacing = Callable[..., tuple[Sigmas, Times | None]]
+Spaced = tuple[Sigmas, Times | None]
+Spacing = Callable[..., Spaced]
 """A function from (noise, a config's `sampler` group, GridOptions, end) to (levels, times).
 
 `end` is one of ENDS. `levels` holds n + 1 levels if the spacing includes the end of the last step
@@ -59,7 +63,7 @@ class GridOptions(NamedTuple):
     the times of the levels."""
 
 
-def make_grid(noise: Noise, s: Any, name: str, end: str, options: GridOptions) -> Grid:
+def make_grid(noise: Noise, s: "Sampler", name: str, end: str, options: GridOptions) -> Grid:
     """Compute a sampling grid.
 
     Args:
@@ -99,7 +103,7 @@ def check(noise: Noise, name: str) -> None:
         )
 
 
-def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
+def ldm(noise: Noise, s: "Sampler", *rest: Any) -> Spaced:
     """Compute n + 1 levels at LDM's times on a discrete schedule (see `leading_times`).
 
     On a continuous schedule, this function equals `leading`.
@@ -109,13 +113,13 @@ def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
     return _level(noise)(jnp.asarray(leading_times(s.steps, noise.steps))), None
 
 
-def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
+def even(noise: Noise, s: "Sampler", *_: Any) -> Spaced:
     """Compute the levels at n + 1 evenly spaced times, from the largest time to 0 (DPM-Solver)."""
     times = even_times(s.steps, noise.steps) if noise.steps else jnp.linspace(1, 0, s.steps + 1)
     return _level(noise)(jnp.asarray(times)), None
 
 
-def leading(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
+def leading(noise: Noise, s: "Sampler", options: GridOptions, *_: Any) -> Spaced:
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
     Each step starts at one of these times. On a discrete schedule, s.offset is added to each time.
@@ -129,13 +133,13 @@ def leading(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigmas
     return _at_times(noise, s, np.minimum(times, noise.steps - 1))
 
 
-def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
+def trailing(noise: Noise, s: "Sampler", *_: Any) -> Spaced:
     """Compute the levels at n evenly spaced times, from the largest time to one spacing above 0."""
     left = 1 - np.arange(s.steps) / s.steps
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
-def linspace(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
+def linspace(noise: Noise, s: "Sampler", options: GridOptions, *_: Any) -> Spaced:
     """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
     If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
@@ -147,7 +151,7 @@ def linspace(noise: Noise, s: Any, options: GridOptions, *_: Any) -> tuple[Sigma
     return _at_times(noise, s, np.round(times) if noise.steps and options.rounded else times)
 
 
-def karras(noise: Noise, s: Any, options: GridOptions, end: str) -> tuple[Sigmas, Times | None]:
+def karras(noise: Noise, s: "Sampler", options: GridOptions, end: str) -> Spaced:
     """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5).
 
     `noise.bounds` limits sigma_max and sigma_min.
@@ -162,9 +166,7 @@ def karras(noise: Noise, s: Any, options: GridOptions, end: str) -> tuple[Sigmas
     return sigmas, _times_of(noise, s, sigmas[: s.steps], rounded)
 
 
-def exponential(
-    noise: Noise, s: Any, options: GridOptions, end: str
-) -> tuple[Sigmas, Times | None]:
+def exponential(noise: Noise, s: "Sampler", options: GridOptions, end: str) -> Spaced:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
     Their number depends on `end`, as in `karras`.
@@ -176,7 +178,7 @@ def exponential(
     return sigmas, _times_of(noise, s, sigmas[: s.steps], down if options.rounded else None)
 
 
-def lcm(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
+def lcm(noise: Noise, s: "Sampler", *_: Any) -> Spaced:
     """Compute the levels at n of the 50 times on which latent consistency models are distilled.
 
     The times are those of a trailing grid of 50 steps. Of these, n are chosen at even distances,
@@ -257,7 +259,7 @@ def _has_end(noise: Noise, options: GridOptions) -> bool:
     return options.includes_end or (not noise.steps and not noise.least)
 
 
-def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
+def _at_times(noise: Noise, s: "Sampler", times: np.ndarray) -> Spaced:
     """Return the levels at the first s.steps of `times`, and these times (see Spacing).
 
     On a continuous schedule, the second result is None instead. On a discrete schedule, levels
@@ -268,7 +270,7 @@ def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | 
     return (jnp.minimum(sigmas, s.sigma_max or jnp.inf), times) if noise.steps else (sigmas, None)
 
 
-def _times_of(noise: Noise, s: Any, sigmas: Sigmas, rounded: Callable | None) -> Times | None:
+def _times_of(noise: Noise, s: "Sampler", sigmas: Sigmas, rounded: Callable | None) -> Times | None:
     """Convert levels to times of a discrete schedule, by linear interpolation in ln sigma.
 
     If s.sigma_max lies above all levels of the schedule but the last, it replaces the last level,

@@ -11,7 +11,7 @@ denoiser and returns a new one.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,16 @@ from diffusion_jax.diffusion.guidance_kinds import (
 from diffusion_jax.diffusion.noise import Scalar
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
+if TYPE_CHECKING:
+    from diffusion_jax.diffusion.groups import Sampler
+
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
 """Maps (x, sigma, condition names) to a dict that holds D(x, sigma) for each of these names."""
 
 
 def make_denoiser(
-    s: Any,
+    s: "Sampler",
     model: GuidedModel,
     guidance: Guidance | None,
     denoiser_of: Callable[[Any], Denoiser],
@@ -89,7 +92,7 @@ def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoi
     return lambda x, sigma: jax.lax.cond(applies(sigma[0]), everywhere, plain, x, sigma)
 
 
-def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
+def make(s: "Sampler", model: GuidedModel, other: str = NEGATIVE) -> Guide:
     """Build the Guide that a config's `sampler` group describes.
 
     The field `guiding` names the kinds of guidance. They apply at noise levels from guidance_low to
@@ -107,7 +110,7 @@ def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
     return guide
 
 
-def check(s: Any, *, sees_picture: bool = False) -> None:
+def check(s: "Sampler", *, sees_picture: bool = False) -> None:
     """Raise ValueError if the sampler or the network cannot be guided as s.guiding says.
 
     cfg_pp needs a sampler with straight steps, for which its scale holds. pix2pix needs a network
@@ -128,7 +131,7 @@ def check(s: Any, *, sees_picture: bool = False) -> None:
         )
 
 
-def bound(s: Any) -> list[functools.partial]:
+def bound(s: "Sampler") -> list[functools.partial]:
     """Return the functions that the field `guiding` of a config's `sampler` group names.
 
     Raises ValueError if a name or a parameter is unknown.
@@ -137,7 +140,7 @@ def bound(s: Any) -> list[functools.partial]:
 
 
 def scale_per_image(
-    s: Any, guidance: int | float, num_images: int
+    s: "Sampler", guidance: int | float, num_images: int
 ) -> Float[np.ndarray, "N"] | None:
     """Return an array that repeats the scale `guidance` for each image, or None.
 
@@ -230,8 +233,3 @@ THRESHOLDS = Table(dynamic=dynamic, static=static, none=lambda denoise: denoise)
 """The functions that sampler.threshold can name in configs. Only Imagen has this field, because the
 latents of Stable Diffusion have no fixed range."""
 ThresholdName = Annotated[str, THRESHOLDS]
-
-
-def threshold(s: Any) -> Callable[[Denoiser], Denoiser]:
-    """Return the function in THRESHOLDS that a config's `sampler` group names."""
-    return THRESHOLDS.bound("sampler.threshold", s.threshold)

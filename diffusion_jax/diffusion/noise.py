@@ -78,7 +78,7 @@ def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:
 
 
 def lognormal(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
-    """Build EDM's noise: ln sigma ~ N(p_mean, p_std^2) (Karras et al. 2022, Table 1)."""
+    """Build EDM's noise: ln sigma ~ N(p_mean, p_std^2) in training (Karras et al. 2022)."""
     return Noise(draw_lognormal(p_mean, p_std), precond.log_snr)
 
 

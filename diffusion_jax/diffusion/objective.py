@@ -6,7 +6,7 @@ distance between prediction and target, and the weighting of noise levels.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from diffusion_jax.diffusion.precond import (
     Precond,
     Sigma,
 )
+
+if TYPE_CHECKING:
+    from diffusion_jax.diffusion.groups import Diffusion
 
 Losses = Float[Array, "B"]
 Net = Callable[..., Network]
@@ -196,7 +199,7 @@ class Denoise:
         return lambda condition: precond.denoiser(net(params, condition), scalings)
 
 
-def make(d: Any) -> Objective:
+def make(d: "Diffusion") -> Objective:
     """Build the objective that a config's `diffusion` group describes.
 
     Raises:
@@ -210,7 +213,7 @@ def make(d: Any) -> Objective:
         )
 
 
-def bound(d: Any) -> tuple[functools.partial, ...]:
+def bound(d: "Diffusion") -> tuple[functools.partial, ...]:
     """Return the functions that noise, predicts and weight of a `diffusion` group name.
 
     Raises:

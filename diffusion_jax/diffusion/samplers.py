@@ -6,7 +6,7 @@ arguments that all samplers take.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from diffusion_jax.diffusion.grids import Grid, GridOptions
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
 from diffusion_jax.diffusion.onestep import Draws, SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images
+
+if TYPE_CHECKING:
+    from diffusion_jax.diffusion.groups import Diffusion, Sampler
 
 
 class Method(NamedTuple):
@@ -120,7 +123,7 @@ class SamplerInputs(NamedTuple):
 InputsFunction = Callable[..., SamplerInputs]  # Takes the arguments of a Task's `sample`.
 
 
-def make_sample(sampler_inputs: InputsFunction, s: Any) -> Callable[..., Images]:
+def make_sample(sampler_inputs: InputsFunction, s: "Sampler") -> Callable[..., Images]:
     """Build the function `sample` of a Task.
 
     The function calls the Task's `sampler_inputs`, runs the sampler that the `sampler` group `s`
@@ -140,7 +143,7 @@ def make_sample(sampler_inputs: InputsFunction, s: Any) -> Callable[..., Images]
     return sample
 
 
-def make(s: Any) -> Method:
+def make(s: "Sampler") -> Method:
     """Return the entry of SAMPLERS that a config's `sampler` group names, with bound parameters.
 
     Raises ValueError if the name or a parameter is unknown.
@@ -150,7 +153,7 @@ def make(s: Any) -> Method:
     return SAMPLERS[call.name]._replace(sampler=sampler)
 
 
-def check_method(d: Any, s: Any) -> None:
+def check_method(d: "Diffusion", s: "Sampler") -> None:
     """Raise ValueError if the sampler does not suit the training method, such as MeanFlow.
 
     D of a MeanFlow model is defined so that one straight (Euler) step towards D lands on the next
@@ -169,7 +172,7 @@ def check_method(d: Any, s: Any) -> None:
         )
 
 
-def sampling_grid(noise: Noise, s: Any) -> Grid:
+def sampling_grid(noise: Noise, s: "Sampler") -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
     The group's fields `grid` and `end` name the grid and its end. If a field is "", its default
