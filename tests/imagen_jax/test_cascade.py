@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import imagen_jax
-from configs import base64_500m, quickstart, sr256_600m, sr1024_600m
+from configs import base64_500m, sr256_600m, sr1024_600m
 from diffusion_jax import verdict
 from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.draw.stage import Stage
@@ -203,21 +203,20 @@ def test_stages_that_do_not_fit_together_are_one_line_errors(
 def test_verdict_compares_the_losses_of_all_stages_and_the_pictures_of_the_last(
     trained, enlarger, tmp_path, monkeypatch
 ):
-    draw, calls, sheet = verdict._drawn, [], tmp_path / "sheet.png"
-    prompts = set(quickstart.get_config().prompts)
+    draw, calls, sheet = verdict._draw, [], tmp_path / "sheet.png"
 
-    def drawn(opened, params, small, captions):
-        calls.append((small, *draw(opened, params, small, captions)))
-        return calls[-1][1:]
+    def drawn(opened, texts):
+        calls.append((texts, draw(opened, texts)))
+        return calls[-1][1]
 
-    monkeypatch.setattr(verdict, "_drawn", drawn)
+    monkeypatch.setattr(verdict, "_draw", drawn)
     rows = [*verdict.verdict([trained, enlarger], "", sheet)]
     assert [name for name, _ in rows] == ["model", "loss", "model", "loss", "sheet", "distance"]
     assert str(trained) in rows[0][1] and str(enlarger) in rows[2][1]
-    (_, first, captions), (small, last, same) = calls
-    assert small is first and captions == same and set(captions) == prompts
-    # The second stage enlarges the pictures of the first.
-    assert (first.shape[1:], last.shape[1:]) == ((16, 16, 3), (64, 64, 3))
+    (base, first), (larger, last) = calls
+    np.testing.assert_allclose(larger["low_res"], first / 127.5 - 1, atol=1e-6)
+    np.testing.assert_array_equal(larger["text_ids"], base["text_ids"])  # The same encoder.
+    assert last.shape == (32, 64, 64, 3)
     with pytest.raises(ValueError, match=f"{trained} does not enlarge pictures of 64x64"):
         [*verdict.verdict([enlarger, trained], "", sheet)]
     # Pictures that a stage enlarges alone are its training pictures, so they are no copies.
