@@ -30,7 +30,7 @@ from diffusion_jax.files import sheets
 from diffusion_jax.heldout import OpenedRun
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics.judges import judge as judges
-from diffusion_jax.task import Params, to_range
+from diffusion_jax.task import Params, Texts, to_range
 
 _DRAWN = 32  # The number of drawn pictures.
 _SIDE = 16  # Pictures are compared at this side in pixels.
@@ -67,18 +67,16 @@ def verdict(
                 f"{after} does not enlarge pictures of {size[1]}x{size[0]}, which {before} draws: "
                 "name the stages of a cascade from the smallest to the largest"
             )
-    images, captions = None, []
     for workdir, opened in zip(workdirs, stages, strict=True):
-        batches, params = opened.inputs.batches, opened.params("ema")
-        number = f"{len(batches.pictures):,} training pictures"
+        number = f"{len(opened.inputs.batches.pictures):,} training pictures"
         yield "model", f"{workdir} at step {opened.step:,}, with its average weights; {number}"
-        yield "loss", _compared_losses(opened, params)
-        images, captions = _drawn(opened, params, images, captions)
+        yield "loss", _compared_losses(opened, opened.params("ema"))
+    images, captions = _drawn(stages)
     if trained:
         fits = judges.reader(trained, captions)(images, captions)[1].sum()
         yield "captions", f"{fits:.0f} of {len(images)} drawn pictures fit theirs, says {judge}"
-    enlarged = "low_res" in stages[0].inputs.examples.batch
-    if enlarged or _picture_shape(opened) != images.shape[1:]:
+    batches, enlarged = stages[-1].inputs.batches, "low_res" in stages[0].inputs.examples.batch
+    if enlarged or _picture_shape(stages[-1]) != images.shape[1:]:
         # Enlarged training pictures, or a model whose training pictures have masks or are moments.
         sheets.write_png(sheet, sheets.contact_sheet(images, captions))
         yield "sheet", f"{sheet}: drawn pictures"
@@ -123,27 +121,25 @@ def _compared_losses(opened: OpenedRun, params: Params) -> str:
     )
 
 
-def _drawn(
-    opened: OpenedRun, params: Params, small: UInt8[np.ndarray, "N h w 3"] | None,
-    captions: list[str],
-) -> tuple[UInt8[np.ndarray, "N H W 3"], list[str]]:  # fmt: skip
-    """Draw with one stage. Return the pictures and their captions.
+def _drawn(stages: Sequence[OpenedRun]) -> tuple[UInt8[np.ndarray, "N H W 3"], list[str]]:
+    """Draw the config's prompts with several seeds. Return the pictures and their captions."""
+    examples = stages[0].inputs.examples
+    rows = np.arange(_DRAWN) % len(examples.captions)
+    captions = [examples.captions[i] for i in rows]
+    images = _draw(stages[0], jax.tree.map(lambda x: np.asarray(x)[rows], examples.batch))
+    for opened in stages[1:]:
+        texts = dict(opened.inputs.open_prompts(captions)(captions))
+        images = _draw(opened, {**texts, "low_res": np.asarray(to_range(images))})
+    return images, captions
 
-    The first stage draws the config's prompts with several seeds. A later one enlarges `small`, the
-    pictures of the previous stage.
-    """
+
+def _draw(opened: OpenedRun, texts: Texts) -> UInt8[np.ndarray, "N H W 3"]:
     examples = opened.inputs.examples
-    if small is None:
-        rows = np.arange(_DRAWN) % len(examples.captions)
-        texts = jax.tree.map(lambda x: np.asarray(x)[rows], examples.batch)
-        captions = [examples.captions[i] for i in rows]
-    else:
-        texts = opened.inputs.open_prompts(captions)(captions)
-        texts["low_res"] = np.asarray(to_range(small))
     draw = make_draw(opened.inputs.task.sample, opened.frozen, opened.mesh)
     guidance = np.full(_DRAWN, examples.guidance, np.float32)
-    parts = in_batches(draw, params, texts, range(_DRAWN), guidance, min(_DRAWN, examples.most))
-    return sheets.to_uint8(np.concatenate(list(parts))), captions
+    most = min(_DRAWN, examples.most)
+    parts = in_batches(draw, opened.params("ema"), texts, range(_DRAWN), guidance, most)
+    return sheets.to_uint8(np.concatenate(list(parts)))
 
 
 def _spread(pictures: Pictures) -> Subset:

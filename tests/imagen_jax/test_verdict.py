@@ -46,8 +46,8 @@ def test_the_held_out_loss_is_beside_the_loss_on_training_pictures(holding_out, 
 
 
 def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path, monkeypatch):
-    def copied(opened, *_):
-        images, _ = verdict._spread(opened.inputs.batches.pictures).read(np.arange(8))
+    def copied(stages):
+        images, _ = verdict._spread(stages[0].inputs.batches.pictures).read(np.arange(8))
         return images, ["a"] * 8
 
     monkeypatch.setattr(verdict, "_drawn", copied)
