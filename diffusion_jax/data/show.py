@@ -37,7 +37,7 @@ def overview(records: Records) -> list[tuple[str, str]]:
     texts, unreadable = _count_texts(records)
     frequent = [f"{n:,} x {_short(text)}" for text, n in texts.most_common(_FREQUENT)]
     if texts:
-        most = f"; the most frequent: {', '.join(frequent)}"
+        most = f"; the most frequent: {', '.join(frequent)}" * (len(texts) < texts.total())
         rows.append(("captions", f"{texts.total():,}, {len(texts):,} of them different{most}"))
     for origin, (count, row) in _count_origins(records).items():
         rows.append(("origin", f"{count:,} {origin}, such as of {_name(records, row)}"))

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from diffusion_jax.config import own_modules
+from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import decoding, engines, storage
+from diffusion_jax.data import decoding, engines, home, storage
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
@@ -191,6 +191,11 @@ def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
 
 
 def _open(data: Data, shapes: TaskShapes) -> Records | Pictures:
+    if data.source in ("arrow", "huggingface", "arrayrecord", "tfds"):
+        ranges = list(map(str, picture_fields.read(data.fields)))
+        rule = {"source": data.source, "text": data.text, "ranges": ranges}
+        if (table := home.saved(data.path, rule)) is not None:
+            return table
     return _opener(data.source)(data, shapes)
 
 

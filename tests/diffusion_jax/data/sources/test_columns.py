@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.config import picture_fields
-from diffusion_jax.data import home, tf_examples
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import home, sources, tf_examples
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import LeftOut
@@ -64,6 +65,18 @@ def test_pictures_are_read_at_their_places_in_the_arrow_file(tmp_path, content):
         assert contents[place.at : place.at + place.size] == expected
     assert table.read([4])[0] == (b"4" * 50, "text 4", f"{tmp_path}, row 4", {}, None)
     assert table.origins([0]) == [("column text",)] and table.files() == [f"{tmp_path}/a.arrow"]
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_a_copy_of_the_table_is_opened_in_place_of_the_data(tmp_path, compression):
+    (tmp_path / "data").mkdir()
+    write_arrow(tmp_path / "data/a.arrow", IMAGES, TEXTS, compression=compression)
+    sources.open_records(Data("arrow", str(tmp_path / "data"), "text")).copy(tmp_path / "home")
+    copied = sources.open_records(Data("arrow", str(tmp_path / "home"), "text"))
+    assert [record.image for record in copied.read([8, 0])] == [b"8" * 50, b"0" * 50]
+    assert copied.texts([8]) == ["text 8"]
+    with pytest.raises(ValueError, match="was imported with text 'text', but this run has 'other"):
+        sources.open_records(Data("arrow", str(tmp_path / "home"), "other"))
 
 
 def test_a_folder_is_imported_once_and_again_after_it_has_changed(tmp_path, monkeypatch):
