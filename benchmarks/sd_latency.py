@@ -106,7 +106,7 @@ def _model() -> tuple[TextTower, Pipeline]:
         tower = tower.clone(num_layers=2)
     sampler = Sampler(_SAMPLER.value, _STEPS.value, 0.0, 7.5, "", 0, 0)
     latents = Latents(_SIZE.value, vae_module.SCALE, "symmetric")
-    diffusion = Diffusion("eps", 0.0, 0.0)
+    diffusion = Diffusion("eps")
     return tower, Pipeline(unet, vae, Conditioning("empty", 0), latents, diffusion, sampler)
 
 

@@ -65,7 +65,7 @@ def test_nemo_configs_match_the_nemo_launcher(name):
     )  # fmt: skip
     assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
     assert (s.latents.scale, s.latents.pixels) == (0.18215, "symmetric")
-    assert s.diffusion == Diffusion("eps", 0.0, 0.0, "scaled_linear")
+    assert s.diffusion == Diffusion("eps", noise="scaled_linear")
     assert (s.sampler.name, s.sampler.steps, s.sampler.guidance) == ("plms", 50, 7.5)
     two = name.startswith("sd2")
     assert s.text.encoder == ("clip_penultimate" if two else "clip")

@@ -41,7 +41,7 @@ PIPELINE = Pipeline(
     VAE(width=32, channel_mult=(1, 2)),
     Conditioning("empty", 0),
     Latents(8, 0.5, "symmetric"),
-    Diffusion("eps", 0.0, 0.0),
+    Diffusion("eps"),
     SAMPLER,
 )
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -310,7 +310,7 @@ def test_text_to_image_matches_the_reference_from_end_to_end(monkeypatch):
     )  # fmt: skip
     p = Pipeline(
         unet, autoencoder, Conditioning("empty", 0), Latents(32, vae.SCALE, "symmetric"),
-        Diffusion("v", 0.0, 0.0), SAMPLER._replace(height=32, width=32, steps=meta["steps"]),
+        Diffusion("v"), SAMPLER._replace(height=32, width=32, steps=meta["steps"]),
     )  # fmt: skip
     images = lambda name: jnp.moveaxis(jnp.asarray(case[name]), 1, -1)
     monkeypatch.setattr(samplers, "initial_noise", lambda keys, shape, s: s * images("xT"))
