@@ -76,8 +76,8 @@ def about(table: Table, name: str) -> list[tuple[str, str]]:
         raise ValueError(f"--row={name} names {len(found)} pictures: write {known}")
     rows = [("name", name)]
     if found:
-        row, [record] = whole.row(found[0]), whole.read(found)
-        rows = [("name", row.name), ("key", str(row.key)), ("place", _placed(row.image)),
+        row, [record], [place] = whole.row(found[0]), whole.read(found), whole.places(found)
+        rows = [("name", row.name), ("key", str(row.key)), ("place", _placed(place)),
                 ("picture", _picture(record.image, record.text))]  # fmt: skip
         texts = captions.every(record.text)
         weights = getattr(record.text, "weights", (1.0,))
