@@ -1,6 +1,6 @@
 """Super-resolution model from 64x64 to 256x256, to train on one GPU.
 
-The model has 17,562,225 parameters and takes 59 GFLOP per training image. It enlarges the pictures
+The model has 17,747,313 parameters and takes 59 GFLOP per training image. It enlarges the pictures
 of base64_47m. It has not been trained yet.
 
 python -m imagen_jax.train --config=configs/sr256_18m.py --workdir=runs/sr256 \

@@ -152,7 +152,10 @@ def _names(path: str) -> str:
     table: Any = ranges.names_of(typing.get_type_hints(kind, include_extras=True)[name])
     lines = [f"### Names of `{path}`\n", "| name | function | parameters |", "|---|---|---|"]
     for word in table:
-        parameters = [f"`{p.name}={p.default}`" for p in table.parameters(word).values()]
+        parameters = [
+            f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default}`"
+            for p in table.parameters(word).values()
+        ]
         lines.append(_row(f"`{word}`", table.about(word), ", ".join(parameters)))
     return "\n".join(lines)
 
