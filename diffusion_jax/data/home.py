@@ -138,7 +138,7 @@ def _newest(source: Source, name: str) -> Table:
                 if shared and (found := _download(shared, folder, source, seen)) is not None:
                     return found
                 found = _import(folder, source, seen, stamps)
-                _prune(folder)
+                _prune(folder, table.card_of(found.id()))
                 if shared and found.card["seen"]:
                     _upload(folder, found, shared)
                 return found
@@ -225,9 +225,13 @@ def _import(
     return Table(place)
 
 
-def _prune(folder: pathlib.Path) -> None:
-    """Delete all tables but the last ones, and the files that only they need."""
-    cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
+def _prune(folder: pathlib.Path, newest: str) -> None:
+    """Delete all tables but the last ones, and the files that only they need.
+
+    `newest` is the name of the last card: the clock may have been set back.
+    """
+    age = lambda path: (path.name == newest, path.stat().st_mtime_ns)
+    cards = sorted(folder.glob("card-*.json"), key=age)
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
     kept = set[str]()
@@ -242,9 +246,13 @@ def _prune(folder: pathlib.Path) -> None:
 
 
 def same_rows(one: Table, other: Table) -> bool:
-    """Return whether two tables have the same pictures under the same numbers."""
+    """Return whether two tables have the same pictures, with and without texts, in one order."""
     rows = np.arange(len(one))
-    return len(one) == len(other) and np.array_equal(one.keys(rows), other.keys(rows))
+    return (
+        len(one) == len(other)
+        and np.array_equal(one.keys(rows), other.keys(rows))
+        and np.array_equal(one.bare(), other.bare())
+    )
 
 
 def _check_grown(own: Table, found: Table, source: Source) -> None:
@@ -264,9 +272,11 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
             f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
             "with --continue_from"
         )
+    came = len(found) - len(own)
     logging.info(
         "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
-        "--continue_from also uses them", len(found) - len(own), source.root, len(own),
+        "--continue_from also uses them",
+        max(came, came + len(own.bare()) - len(found.bare())), source.root, len(own),
     )  # fmt: skip
 
 

@@ -45,6 +45,15 @@ def test_a_run_goes_on_with_its_own_pictures_when_others_come_and_says_how_many(
     assert len(open_folder(folder)) == 5
 
 
+def test_a_run_goes_on_with_its_own_pictures_when_others_get_captions(folder, caplog):
+    caplog.set_level("INFO")
+    (folder / "d.txt").unlink()
+    assert names_of_run(folder, begun=False) == ["b.png", "e.png"]
+    write(folder, "d", "new")
+    assert names_of_run(folder) == ["b.png", "e.png"] and "1 pictures came to" in caplog.text
+    assert len(open_folder(folder)) == 3
+
+
 def test_a_run_that_has_not_begun_reads_all_pictures(folder):
     names_of_run(folder, begun=False)
     write(folder, "a", "new")
