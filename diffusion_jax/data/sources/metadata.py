@@ -19,6 +19,7 @@ from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import captions, records, rows
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import TEXTS, Inventory
+from diffusion_jax.files import untrusted
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -117,7 +118,7 @@ def read(
             parts = [(t, [place + how] * len(captions.every(t))) for t, how in several]
             found[image] = Found(value, origins_of(value, parts))
             table_of[image] = table
-    left_out = [f"{_inside(root, place)}: {name}" for place, name in lost]
+    left_out = [f"{_inside(root, place)}: {untrusted.printable(name)}" for place, name in lost]
     inventory.add("row_without_image", left_out)
     if not found and lost:
         raise ValueError(_no_picture(*lost[0], images))
