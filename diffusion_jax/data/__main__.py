@@ -84,12 +84,14 @@ def _show(args: argparse.Namespace, data: Data, records: Records) -> None:
     table = records if isinstance(records, Table) else None
     if (args.left_out or args.row) and table is None:
         raise ValueError(f"{args.path}: the data source {data.source!r} does not list its files")
+    if args.sheet:
+        files.folder(files.path(args.sheet).parent, "--sheet").mkdir(parents=True, exist_ok=True)
     if table and args.left_out:
         for name, reason in table.left():
             print(f"{reason}\t{show.line(name)}")
-    elif table and args.row:
+    if table and args.row:
         print(progress.block(show.about(table, args.row)))
-    else:
+    if not (args.left_out or args.row):
         labels = _SECTIONS.get(args.by)
         rows = [row for row in show.overview(records) if labels is None or row[0] in labels]
         print(progress.block(rows or [(labels[0] if labels else "", "none")]))

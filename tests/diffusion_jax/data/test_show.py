@@ -104,8 +104,11 @@ def test_a_row_shows_all_that_is_known_of_a_picture(tmp_path, capsys):
     assert run("show", tmp_path, "--row=a.png") == 0  # An exact name comes first.
     assert f"{tmp_path}/a.png\n" in capsys.readouterr().out
     draw(tmp_path / "on/b.png")
-    assert run("show", tmp_path, "--row=on/b.png") == 0
-    assert capsys.readouterr().out.endswith("\nleft out       no_caption\n")
+    sheet = tmp_path / "sheets/1.png"
+    assert run("show", tmp_path, "--row=on/b.png", "--left_out", f"--sheet={sheet}") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("no_caption\ton/b.png\nname           on/b.png\n") and sheet.exists()
+    assert shown.endswith("\nleft out       no_caption\n")
     assert run("show", tmp_path, "--row=b.png") == 2
     assert "--row=b.png names 2 pictures: write in/b.png\n" in capsys.readouterr().err
 
