@@ -79,7 +79,10 @@ class Tables:
         used, number = self._used.get(name, []), len(self._ids[name])
         own = found
         if found.home and number < len(used) and used[number] != found.id():
-            own = _open(found.home, source, None, table.card_of(used[number]))
+            card = table.card_of(used[number])
+            own = _open(found.home, source, None, card)
+            with contextlib.suppress(OSError):
+                os.utime(found.home / card)  # So that later imports keep it.
         if own is not None and not same_rows(own, found):
             _check_grown(own, found, source)
             found = own
