@@ -179,9 +179,14 @@ def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
 
 
 def is_home(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path names the folder of a table, on a disk or in a bucket."""
+    """Return whether a path names the folder of a table, on a disk or in a bucket.
+
+    A data set may have a card.json of its own, such as the caption of card.jpg.
+    """
     readable = files.is_store(path) or not storage.is_url(os.fspath(path))
-    return bool(path) and readable and (files.path(path) / table.CARD).is_file()
+    if not path or not readable or not (files.path(path) / table.CARD).is_file():
+        return False
+    return any(table.FILE.fullmatch(file.name) for file in files.path(path).iterdir())
 
 
 def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None:

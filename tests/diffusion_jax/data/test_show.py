@@ -278,6 +278,22 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
         sources.open_records(guessed)
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 10**5, b"[]", b"{}", b'{"version": 1}', b'"a"', b'["version"]']
+)
+def test_a_damaged_card_of_a_table_is_an_error_and_a_card_of_a_picture_is_none(tmp_path, content):
+    draw(tmp_path / "set/card.jpg")
+    (tmp_path / "set/card.txt").write_text("a red card")
+    open_folder(tmp_path / "set").copy(tmp_path / "out")
+    for name in ("set", "out"):
+        (tmp_path / name / "card.json").write_bytes(content)
+    assert guess.guess(str(tmp_path / "set")) == Data(
+        "folder", str(tmp_path / "set"), "txt", uncaptioned="drop"
+    )
+    with pytest.raises(ValueError, match=r"out/card\.json is damaged: import the data again"):
+        guess.guess(str(tmp_path / "out"))
+
+
 def test_a_table_of_tars_written_elsewhere_is_opened_and_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     draw(tmp_path / "a.png")
