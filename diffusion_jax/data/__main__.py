@@ -7,6 +7,7 @@ what they print.
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,10 @@ from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import guess, show, sources
+from diffusion_jax.data import guess, home, show, sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.table import Table
-from diffusion_jax.files import sheets, untrusted
+from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 
 _EXAMPLES = """examples:
@@ -63,7 +64,14 @@ def _import(args: argparse.Namespace, data: Data, records: Records) -> None:
     if args.out:
         if not isinstance(records, Table):
             raise ValueError(f"--out={args.out}: the data source {data.source!r} has no table")
-        records.copy(files.folder(args.out, "--out"))
+        out = files.folder(args.out, "--out")
+        root = os.path.join(os.path.realpath(records.card["root"]), "")
+        inside = data.source == "folder" and os.path.realpath(args.out).startswith(root)
+        if inside or (not home.is_home(out) and out.is_dir() and any(out.iterdir())):
+            raise ValueError(
+                f"--out={args.out} is in the data set or holds other files: name a new folder"
+            )
+        records.copy(out)
         data = data._replace(path=args.out)
         records = sources.open_records(data)
     names = ("source", "path", "text", "uncaptioned", *["fields"] * bool(data.fields))
@@ -76,15 +84,17 @@ def _show(args: argparse.Namespace, data: Data, records: Records) -> None:
     table = records if isinstance(records, Table) else None
     if (args.left_out or args.row) and table is None:
         raise ValueError(f"{args.path}: the data source {data.source!r} does not list its files")
+    if args.sheet:
+        files.folder(files.path(args.sheet).parent, "--sheet").mkdir(parents=True, exist_ok=True)
     if table and args.left_out:
         for name, reason in table.left():
-            print(f"{reason}\t{untrusted.printable(name)}")
-    elif table and args.row:
+            print(f"{reason}\t{show.line(name)}")
+    if table and args.row:
         print(progress.block(show.about(table, args.row)))
-    else:
+    if not (args.left_out or args.row):
         labels = _SECTIONS.get(args.by)
         rows = [row for row in show.overview(records) if labels is None or row[0] in labels]
-        print(progress.block(rows))
+        print(progress.block(rows or [(labels[0] if labels else "", "none")]))
     if args.sheet:
         sheets.write_png(args.sheet, show.sample_sheet(records, _SIZE, _LINES))
 
@@ -103,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
             "import --out wrote, or SOURCE:PATH::TEXT")  # fmt: skip
         arg("--source", default="", help=f"{', '.join(sources.SOURCES)}, or a module of yours; "
             "default: guessed from the files")  # fmt: skip
-        arg("--text", default="", help="where the captions are (data.text); default: guessed")
+        arg("--text", default="", help="where the captions are (data.text); default: guessed, or "
+            "txt if --source is given")  # fmt: skip
         arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
             help="an entry of data.fields in a config; may be repeated")  # fmt: skip
         arg("--strict", action="store_true", help="end with exit code 2 if something looks wrong: "

@@ -6,7 +6,7 @@ and the sample's number.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,19 +107,21 @@ def join(parts: Iterable[tuple[Any, float]]) -> Any:
     return Captions(texts, tuple(weight / sum(weights) for weight in weights))
 
 
-def with_origins(parts: Iterable[tuple[Any, float, str]]) -> tuple[Any, list[str]]:
+def with_origins(
+    parts: Iterable[tuple[Any, float, str | Sequence[str]]],
+) -> tuple[Any, list[str]]:
     """Join (text, weight, origin) triples; return the text, and the origin of each caption in it.
 
-    The origin of an Unusable error is that of the text which cannot be read.
+    If the captions of one text have several origins, they are a list. The origin of an Unusable
+    error is that of the text which cannot be read.
     """
     parts = list(parts)
-    if len(parts) == 1 and isinstance(parts[0][0], str):
-        return parts[0][0], [parts[0][2]]
     text = join((of, weight) for of, weight, _ in parts)
-    if isinstance(text, Unusable):
-        return text, [origin for of, _, origin in parts if of is text][:1]
-    read = ((of, origin) for of, _, origin in parts if not isinstance(of, Unusable))
-    return text, [origin for of, origin in read for _ in every(of)]
+    failed = isinstance(text, Unusable)
+    used = [(of, origin) for of, _, origin in parts
+            if (of is text if failed else not isinstance(of, Unusable))]  # fmt: skip
+    each = lambda of, origin: [origin] * len(every(of)) if isinstance(origin, str) else origin
+    return text, [origin for of, origins in used for origin in each(of, origins)]
 
 
 def long_enough(text: Any, min_chars: int) -> Any:

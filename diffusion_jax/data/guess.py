@@ -226,8 +226,8 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: set its data source "
-            f"with --data=SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
+            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: write its data source "
+            f"before it, as in SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [
         f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))

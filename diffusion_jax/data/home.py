@@ -79,7 +79,10 @@ class Tables:
         used, number = self._used.get(name, []), len(self._ids[name])
         own = found
         if found.home and number < len(used) and used[number] != found.id():
-            own = _open(found.home, source, None, table.card_of(used[number]))
+            card = table.card_of(used[number])
+            own = _open(found.home, source, None, card)
+            with contextlib.suppress(OSError):
+                os.utime(found.home / card)  # So that later imports keep it.
         if own is not None and not same_rows(own, found):
             _check_grown(own, found, source)
             found = own
@@ -138,7 +141,7 @@ def _newest(source: Source, name: str) -> Table:
                 if shared and (found := _download(shared, folder, source, seen)) is not None:
                     return found
                 found = _import(folder, source, seen, stamps)
-                _prune(folder)
+                _prune(folder, table.card_of(found.id()))
                 if shared and found.card["seen"]:
                     _upload(folder, found, shared)
                 return found
@@ -176,9 +179,14 @@ def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
 
 
 def is_home(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path names the folder of a table, on a disk or in a bucket."""
+    """Return whether a path names the folder of a table, on a disk or in a bucket.
+
+    A data set may have a card.json of its own, such as the caption of card.jpg.
+    """
     readable = files.is_store(path) or not storage.is_url(os.fspath(path))
-    return bool(path) and readable and (files.path(path) / table.CARD).is_file()
+    if not path or not readable or not (files.path(path) / table.CARD).is_file():
+        return False
+    return any(table.FILE.fullmatch(file.name) for file in files.path(path).iterdir())
 
 
 def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None:
@@ -225,9 +233,13 @@ def _import(
     return Table(place)
 
 
-def _prune(folder: pathlib.Path) -> None:
-    """Delete all tables but the last ones, and the files that only they need."""
-    cards = sorted(folder.glob("card-*.json"), key=lambda path: path.stat().st_mtime_ns)
+def _prune(folder: pathlib.Path, newest: str) -> None:
+    """Delete all tables but the last ones, and the files that only they need.
+
+    `newest` is the name of the last card: the clock may have been set back.
+    """
+    age = lambda path: (path.name == newest, path.stat().st_mtime_ns)
+    cards = sorted(folder.glob("card-*.json"), key=age)
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
     kept = set[str]()
@@ -242,9 +254,13 @@ def _prune(folder: pathlib.Path) -> None:
 
 
 def same_rows(one: Table, other: Table) -> bool:
-    """Return whether two tables have the same pictures under the same numbers."""
+    """Return whether two tables have the same pictures, with and without texts, in one order."""
     rows = np.arange(len(one))
-    return len(one) == len(other) and np.array_equal(one.keys(rows), other.keys(rows))
+    return (
+        len(one) == len(other)
+        and np.array_equal(one.keys(rows), other.keys(rows))
+        and np.array_equal(one.bare(), other.bare())
+    )
 
 
 def _check_grown(own: Table, found: Table, source: Source) -> None:
@@ -264,9 +280,11 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
             f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
             "with --continue_from"
         )
+    came = len(found) - len(own)
     logging.info(
         "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
-        "--continue_from also uses them", len(found) - len(own), source.root, len(own),
+        "--continue_from also uses them",
+        max(came, came + len(own.bare()) - len(found.bare())), source.root, len(own),
     )  # fmt: skip
 
 

@@ -386,7 +386,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     raise FileNotFoundError(message)
 
 
-def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str) -> None:
+def check_any(num_images: int, place: Any, suffixes: Collection[str], images: str) -> None:
     """Check that a data source has images.
 
     Args:
@@ -400,9 +400,11 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     """
     if num_images == 0:
         others = _list(suffixes)
-        advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice = ", or read the tars with data.source=webdataset" if "tar" in suffixes else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
-        dotted = [s for s in suffixes if s.rpartition(".")[2] in untrusted.image_suffixes()]
+        endings = {suffix: suffix.rpartition(".") for suffix in suffixes}
+        dotted = [s for s, (_, dot, last) in endings.items()
+                  if dot and last in untrusted.image_suffixes()]  # fmt: skip
         if dotted:
             advice += (
                 f", or rename the files that end in .{min(dotted)}: in a tar, the name of a record "

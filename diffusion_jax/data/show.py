@@ -47,7 +47,7 @@ def overview(records: Records) -> list[tuple[str, str]]:
         number = sum(count for count, _ in some.values())
         rows.append(("unreadable", f"{number:,}, such as of {_name(records, row)}: {text}"))
     rows.append(("table", str(records.home or "in memory, because no folder for it is writable")))
-    return [(label, untrusted.printable(text)) for label, text in rows]
+    return [(label, line(text)) for label, text in rows]
 
 
 def about(table: Table, name: str) -> list[tuple[str, str]]:
@@ -61,20 +61,21 @@ def about(table: Table, name: str) -> list[tuple[str, str]]:
         ValueError: there is no such file, or several pictures have this name.
     """
     whole = table.whole()
-    names = whole.names(range(len(whole)))
-    found = [i for i, other in enumerate(names) if f"/{other}".endswith(f"/{name}")]
-    found = [i for i in found if names[i] == name] or found
-    known = names[found[0]] if found else name
-    reasons = [reason for other, reason in table.left() if other == known]
+    names, left = whole.names(range(len(whole))), dict(table.left())
+    ends = lambda others: [o for o in others if f"/{o}".endswith((f"/{name}", f", {name}"))]
+    named = [name] if name in (*names, *left) else ends(names) or ends(left)
+    known = named[0] if named else name
+    found = [i for i, other in enumerate(names) if other == known]
+    reasons = [left[known]] if known in left else []
     if not found and not reasons:
         close = [f": did you mean {n}?" for n in difflib.get_close_matches(name, names, 1)]
         raise ValueError(
             f"--row={name}: no picture has this name, and no file of this name was left out"
             + "".join(close)
         )
-    if len(found) > 1:
-        raise ValueError(f"--row={name} names {len(found)} pictures: write {known}")
-    rows = [("name", name)]
+    if (number := max(len(named), len(found))) > 1:
+        raise ValueError(f"--row={name} names {number} pictures: write {known}")
+    rows = [("name", known)]
     if found:
         row, [record], [place] = whole.row(found[0]), whole.read(found), whole.places(found)
         rows = [("name", row.name), ("key", str(row.key)), ("place", _placed(place)),
@@ -88,7 +89,12 @@ def about(table: Table, name: str) -> list[tuple[str, str]]:
         rows += [("number", f"{field}: {number}") for field, number in row.numbers.items()]
         rows += [("mask", row.mask.file)] if row.mask else []
     rows += [("left out", reason) for reason in reasons]
-    return [(label, untrusted.printable(text)) for label, text in rows]
+    return [(label, line(text)) for label, text in rows]
+
+
+def line(text: str) -> str:
+    """Return a text, such as the name of a file, as one line that is safe to print."""
+    return untrusted.printable(text).replace("\n", r"\n")
 
 
 def sample_sheet(records: Records, size: int = 128, lines: int = 3) -> UInt8[np.ndarray, "_ _ 3"]:
@@ -152,16 +158,23 @@ def doubts(records: Records) -> list[str]:
                 "unless these are meant, name another place of captions (data.text)"
             )
             break
-    return [untrusted.printable(line) for line in found]
+    return list(map(line, found))
 
 
 def _lacking(table: Table, blank: int) -> Iterable[str]:
+    """Count the pictures without a caption. With several each, some may be blank."""
     bare, inventory = table.bare(), table.inventory()
-    lacking = len(bare) + inventory.counts["no_caption"] + blank
+    entries = list(table.distinct("text"))
+    more = sum(count for _, count, _ in entries) - (len(table) - len(bare))
+    missing = [(count, row) for text, count, row in entries
+               if isinstance(text, Unusable) and text.reason == "no_caption"]  # fmt: skip
+    lacking = len(bare) + inventory.counts["no_caption"] + max(0, blank - more)
+    lacking += sum(count for count, _ in missing)
     pictures = len(table) + inventory.counts["no_caption"]
     if lacking and 2 * lacking >= pictures:
         first = [*table.names(bare[:1].tolist()), *inventory.first.get("no_caption", ())]
-        first += [_name(table, row) for text, _, row in table.distinct("text") if text == ""]
+        first += [_name(table, row) for text, _, row in entries if text == ""]
+        first += [_name(table, row) for _, row in missing]
         others = inventory.first.get("no_picture", ())
         yield (
             f"{lacking:,} of {pictures:,} pictures have no caption, such as {first[0]}"

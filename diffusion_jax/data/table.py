@@ -47,6 +47,7 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, Inventory, LeftOut
 from diffusion_jax.data.reading import Place
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.files import untrusted
 
 PART = 2**18
 """The largest number of rows of a part."""
@@ -683,10 +684,14 @@ def _read_card(home: Any, name: str) -> dict[str, Any]:
         written = home[name] if in_memory else (files.path(home) / name).read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no table in {home}: import the data again") from None
-    card = json.loads(written)
-    if card["version"] != _VERSION:
+    try:
+        card = untrusted.parse_json(written)
+        version, check = card["version"], card.pop("check")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{home}/{name} is damaged: import the data again") from error
+    if version != _VERSION:
         raise ValueError(f"another version wrote the table in {home}: import the data again")
-    if card.pop("check") != _check(card):
+    if check != _check(card):
         raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
     return card
 

@@ -346,9 +346,10 @@ def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def printable(text: str) -> str:
     r"""Return text that is safe to print in a terminal: control characters are escaped, as in \x1b.
 
-    So are bytes that are not UTF-8, which names of files may contain. Tabs and newlines do not
-    change.
+    So are bytes that are not UTF-8, which names of files may contain, and halves of characters.
+    Tabs and newlines do not change.
     """
+    text = re.sub(r"[\ud800-\udc7f\udd00-\udfff]", lambda m: f"\\u{ord(m[0]):04x}", text)
     unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udcff]"
     return re.sub(unsafe, lambda m: f"\\x{ord(m[0]) & 0xFF:02x}", text)
 

@@ -403,6 +403,7 @@ def test_control_characters_are_escaped_in_messages(capsys):
         raise ValueError(evil)
     expected = r"error: a \x1b[2J\x1b]0;title\x07 cat\x9b31m\x0d\x00"
     assert capsys.readouterr().err == f"{expected}\n"
+    assert untrusted.printable("\ud800 \udcff") == r"\ud800 \xff"
     assert untrusted.printable("two\nlines\tof ümlaut 🙂") == "two\nlines\tof ümlaut 🙂"
 
 

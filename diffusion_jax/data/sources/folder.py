@@ -197,7 +197,7 @@ class _Files:
 
     def _text(self, image: str, found: Sequence[tuple[Alternative, Any]]) -> tuple[Any, list[str]]:
         """Return the text of an image and the origin of each of its captions."""
-        pairs, parts = [], []
+        parts = list[tuple[Any, float, Any]]()
         for part, texts in found:
             if image not in texts:
                 continue
@@ -205,19 +205,16 @@ class _Files:
                 text, origins = texts[image]
             elif part.suffix.endswith(EMBEDDINGS):
                 text = InPlace(self._place(texts[image]), part.text, part.weight)
-                origins = [f"NAME.{part.suffix}"]
+                origins = f"NAME.{part.suffix}"
             else:
                 contents = reading.read_file(self._root / texts[image])
                 unreadable = isinstance(contents, Unusable)
                 text = contents if unreadable else records.read_text(contents, part.text)
-                place = f"NAME.{part.suffix}" + f": {part.field}" * bool(part.field)
-                origins = [place] * len(captions.every(text))
-            pairs.append((text, part.weight))
-            parts.append((text, origins))
-        if not pairs or isinstance(pairs[0][0], InPlace):
-            return [text for text, _ in pairs], metadata.origins_of((), parts)
-        text = captions.join(pairs)
-        return text, metadata.origins_of(text, parts)
+                origins = f"NAME.{part.suffix}" + f": {part.field}" * bool(part.field)
+            parts.append((text, part.weight, origins))
+        if not parts or isinstance(parts[0][0], InPlace):
+            return [text for text, *_ in parts], [origin for *_, origin in parts]
+        return captions.with_origins(parts)
 
     def _places_of(self, field: Field) -> dict[str, Any]:
         """Return a field's number of each image, or the JSON file that may hold it."""

@@ -19,6 +19,7 @@ from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import captions, records, rows
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import TEXTS, Inventory
+from diffusion_jax.files import untrusted
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -32,7 +33,7 @@ class Found(NamedTuple):
     value: Any
     """The caption, captions.Captions or the number."""
     origins: Sequence[str]
-    """For each caption, the table, its column and how the row names the image."""
+    """For each caption, the table, its column and how the row names the image. () for numbers."""
 
 
 class _Images:
@@ -112,12 +113,10 @@ def read(
                     f"{root / table} has several numbers in the column {field} for {image}: "
                     f"{several[0][0]:g} and others; keep one"
                 )
-            value = several[0][0] if number else captions.join((t, 1.0) for t, _ in several)
-            place = f"{table}: {field}, "
-            parts = [(t, [place + how] * len(captions.every(t))) for t, how in several]
-            found[image] = Found(value, origins_of(value, parts))
+            parts = ((text, 1.0, f"{table}: {field}, {how}") for text, how in several)
+            found[image] = Found(*((several[0][0], ()) if number else captions.with_origins(parts)))
             table_of[image] = table
-    left_out = [f"{_inside(root, place)}: {name}" for place, name in lost]
+    left_out = [f"{_inside(root, place)}: {untrusted.printable(name)}" for place, name in lost]
     inventory.add("row_without_image", left_out)
     if not found and lost:
         raise ValueError(_no_picture(*lost[0], images))
@@ -132,17 +131,6 @@ def read(
             f"{'numbers' if number else 'captions'}"
         )
     return found
-
-
-def origins_of(text: Any, parts: Sequence[tuple[Any, Sequence[str]]]) -> list[str]:
-    """Return the origin of each caption of a text, or of the error instead of it.
-
-    `captions.join` made the text of the texts in `parts`, which have these origins.
-    """
-    if isinstance(text, Unusable):
-        return list(next(origins for part, origins in parts if part is text))
-    usable = (origins for part, origins in parts if not isinstance(part, Unusable))
-    return [origin for origins in usable for origin in origins]
 
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:

@@ -196,7 +196,7 @@ class _Importer:
         self, files: Sequence[int], places: Sequence[Place], contents: Mapping[int, Any]
     ) -> tuple[Any, list[str]]:
         """Return the text of a record, and the origin of each of its captions."""
-        found, origins = [], []
+        found = []
         for part, number in zip(self._parts, files, strict=False):
             if number >= 0:
                 of: Any = contents.get(number)
@@ -205,12 +205,10 @@ class _Importer:
                 else:
                     text = of if isinstance(of, Unusable) else records.read_text(of, part.text)
                 place = f"KEY.{part.suffix}" + f": {part.field}" * bool(part.field)
-                origins += [place] * len(captions.every(text))
-                found.append((text, part.weight))
+                found.append((text, part.weight, place))
         if self._in_place:
-            return [text for text, _ in found], origins
-        text = captions.join(found)
-        return text, origins if len(captions.every(text)) == len(origins) else origins[:1]
+            return [text for text, *_ in found], [origin for *_, origin in found]
+        return captions.with_origins(found)
 
     def _numbers(self, contents: Any) -> dict[str, float | Unusable]:
         if not self._fields or isinstance(contents, Unusable):

@@ -165,6 +165,15 @@ def test_only_files_of_tables_are_deleted(folder):
     assert len([*home_of(folder).glob("card-*.json")]) == 3
 
 
+def test_the_newest_table_is_kept_if_the_clock_was_set_back(folder, imports):
+    for number in range(4):
+        (folder / "00001.txt").write_text(f"text {number}")
+        open_folder(folder)
+        for card in home_of(folder).glob("card-*.json"):
+            os.utime(card, (2**32, 2**32))
+    assert texts(open_folder(folder))[1] == "text 3" and len(imports) == 4
+
+
 def refuse_to_write(monkeypatch, *closed):
     """Raise an error for each folder or file that is made in one of the folders `closed`."""
     is_closed = lambda path: any(str(path).startswith(f"{folder}/") for folder in closed)

@@ -104,6 +104,11 @@ def test_a_row_shows_all_that_is_known_of_a_picture(tmp_path, capsys):
     assert run("show", tmp_path, "--row=a.png") == 0  # An exact name comes first.
     assert f"{tmp_path}/a.png\n" in capsys.readouterr().out
     draw(tmp_path / "on/b.png")
+    sheet = tmp_path / "sheets/1.png"
+    assert run("show", tmp_path, "--row=on/b.png", "--left_out", f"--sheet={sheet}") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("no_caption\ton/b.png\nname           on/b.png\n") and sheet.exists()
+    assert shown.endswith("\nleft out       no_caption\n")
     assert run("show", tmp_path, "--row=b.png") == 2
     assert "--row=b.png names 2 pictures: write in/b.png\n" in capsys.readouterr().err
 
@@ -140,6 +145,8 @@ def several(texts, **more):
 
 FINE = ["a cat", "a dog", "a fox", "a cat"]
 NAMED = "file_name,text\n" + "".join(f"{i}.png,a cat {i}\n" for i in range(4))
+BLANK = "file_name,caption\n0.png,a cat\n0.png,\n1.png,a dog\n1.png,\n"
+NULL = '{"file_name": "0.png", "text": "a cat"}\n{"file_name": "1.png", "text": []}\n'
 AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out/2.png")}
 
 
@@ -167,6 +174,8 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
         ({**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
          ["1 files that may hold captions are not read, such as n.csv: give it the"]),
+        ({**several([None] * 2), "m.csv": BLANK}, []),
+        ({**several([None] * 2), "m.jsonl": NULL}, ["1 of 2 pictures have no caption, such as 1"]),
         (AWAY, ["2 captions were found by the file name alone, such as that of in/0.png in m"]),
     ],
 )  # fmt: skip
@@ -197,6 +206,33 @@ def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):
             assert ' warning: all 2 captions are "a cat": ' in ended.err
             assert f"error: --strict: {tmp_path}/set has 1 doubts" in ended.err or not strict
             assert "2 pictures, 2 texts" in ended.out
+
+
+def test_names_of_several_lines_are_shown_in_one(tmp_path, capsys):
+    draw(tmp_path / "a\nb.png")
+    (tmp_path / "a\nb.txt").write_text("a cat\nof old age")
+    (tmp_path / "c\nd.svg").touch()
+    assert run("show", tmp_path) == run("show", tmp_path, "--left_out") == 0
+    shown = capsys.readouterr().out
+    assert r"NAME.txt, such as of a\nb.png" in shown and "format\tc\\nd.svg\n" in shown
+    assert run("show", tmp_path, "--row=a\nb.png") == 0
+    assert r"a cat\nof old age (weight 1, NAME.txt)" in capsys.readouterr().out
+
+
+def test_half_a_character_in_the_name_of_a_row_is_escaped(tmp_path, capsys):
+    draw(tmp_path / "a.png")
+    rows = [{"file_name": name, "text": "a cat"} for name in ("a.png", "\ud800.png")]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert run("show", tmp_path, "--left_out") == 0
+    assert capsys.readouterr().out == "row_without_image\tm.jsonl, line 2: \\ud800.png\n"
+
+
+def test_a_table_is_not_written_among_other_files(messy, tmp_path, capsys):
+    for out in (messy, messy / "table", tmp_path):
+        assert run("import", messy, f"--out={out}") == 2
+        assert "is in the data set or holds other files: name a new" in capsys.readouterr().err
+    for _ in range(2):
+        assert run("import", messy, f"--out={tmp_path}/table") == 0
 
 
 def test_a_table_written_elsewhere_is_opened_without_looking_at_changes(messy, tmp_path, capsys):
@@ -240,6 +276,22 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
         FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
     ):
         sources.open_records(guessed)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 10**5, b"[]", b"{}", b'{"version": 1}', b'"a"', b'["version"]']
+)
+def test_a_damaged_card_of_a_table_is_an_error_and_a_card_of_a_picture_is_none(tmp_path, content):
+    draw(tmp_path / "set/card.jpg")
+    (tmp_path / "set/card.txt").write_text("a red card")
+    open_folder(tmp_path / "set").copy(tmp_path / "out")
+    for name in ("set", "out"):
+        (tmp_path / name / "card.json").write_bytes(content)
+    assert guess.guess(str(tmp_path / "set")) == Data(
+        "folder", str(tmp_path / "set"), "txt", uncaptioned="drop"
+    )
+    with pytest.raises(ValueError, match=r"out/card\.json is damaged: import the data again"):
+        guess.guess(str(tmp_path / "out"))
 
 
 def test_a_table_of_tars_written_elsewhere_is_opened_and_shown(tmp_path, capsys, monkeypatch):

@@ -38,11 +38,20 @@ def names_of_run(folder: pathlib.Path, begun: bool = True) -> list[str]:
 def test_a_run_goes_on_with_its_own_pictures_when_others_come_and_says_how_many(folder, caplog):
     caplog.set_level("INFO")
     assert names_of_run(folder, begun=False) == ["b.png", "d.png", "e.png"]
-    for name in ("a", "c"):
+    for name in "acfgh":
         write(folder, name, "new")
         assert names_of_run(folder) == ["b.png", "d.png", "e.png"]
-    assert "2 pictures came to" in caplog.text and "goes on with its 3" in caplog.text
-    assert len(open_folder(folder)) == 5
+    assert "5 pictures came to" in caplog.text and "goes on with its 3" in caplog.text
+    assert len(open_folder(folder)) == 8
+
+
+def test_a_run_goes_on_with_its_own_pictures_when_others_get_captions(folder, caplog):
+    caplog.set_level("INFO")
+    (folder / "d.txt").unlink()
+    assert names_of_run(folder, begun=False) == ["b.png", "e.png"]
+    write(folder, "d", "new")
+    assert names_of_run(folder) == ["b.png", "e.png"] and "1 pictures came to" in caplog.text
+    assert len(open_folder(folder)) == 3
 
 
 def test_a_run_that_has_not_begun_reads_all_pictures(folder):

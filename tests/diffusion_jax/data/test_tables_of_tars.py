@@ -84,6 +84,14 @@ def test_a_table_holds_the_records_in_the_order_of_the_tars(tmp_path, text):
     assert {"KEY." + text} == {origin for of in opened.origins(range(len(rows))) for origin in of}
 
 
+def test_a_caption_of_tars_has_the_origin_of_the_text_that_was_read(tmp_path):
+    broken, lines = {"json": b"{", "txt": b"a"}, {"json": b"{}", "txt": b"a\nb"}
+    rows = [{"png": b"x", **texts} for texts in (broken, lines)]
+    tars.write(tmp_path / "0.tar", [{tars.KEY: b"%d" % n, **row} for n, row in enumerate(rows)])
+    opened = open_tars(tmp_path, "json:long,txt:lines")
+    assert opened.origins([0, 1]) == [("KEY.json: long",), ("KEY.txt: lines",) * 2]
+
+
 def test_the_keys_are_the_hash_of_the_tars_name_and_the_rank_of_the_record(tmp_path):
     write_tars(tmp_path / "s")
     opened = import_tars(tmp_path / "s", "txt")

@@ -103,6 +103,9 @@ def test_the_error_for_keys_with_dots_says_where_a_key_ends(tmp_path):
         ValueError, match=r"rename the files that end in \.input\.jpg: in a tar, the"
     ):
         open_tars(tar)
+    tar = write_tar(tmp_path / "1.tar", {"s0.jpg": b"1", "s0.txt": b"one"})
+    with pytest.raises(ValueError, match=r"npy files and found jpg, txt; check the path$"):
+        open_tars(tar, images=("npy",))
 
 
 def test_braces_expand_as_in_a_shell():
