@@ -83,7 +83,7 @@ class System(abc.ABC):
     ) -> Callable[[SamplerFunction], SamplerFunction]:
         """Return a function that adapts the sampler to the batch's "image"."""
 
-    def decode(self, frozen: Frozen, batch: Batch, x0: Images) -> Images:
+    def decode(self, frozen: Frozen, batch: Mapping[str, Any], x0: Images) -> Images:
         """Return images in about [-1, 1]."""
         return x0
 

@@ -37,7 +37,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow
 from jaxtyping import Bool, Int, UInt64
 
 from diffusion_jax import files
@@ -611,11 +610,11 @@ class _Writer:
         """Return the columns of the part's files, keyed by the kind of file."""
         texts = {"text": self._words.column(), **_flat(self._texts)}
         rows = {**_flat(self._rows), **_flat(self._numbers)}
-        rows["text"] = _lists(self._ends, self._entries, pyarrow.int32())
+        rows["text"] = _lists(self._ends, self._entries)
         if any(weight != 1 for weight in self._weights):
-            rows["weight"] = _lists(self._ends, self._weights, pyarrow.float64())
+            rows["weight"] = _lists(self._ends, self._weights)
         names: dict[str, Any] = {name: of.column() for name, of in self._names.items()}
-        names["origin"] = _lists(self._origin_ends, self._origins, pyarrow.int32())
+        names["origin"] = _lists(self._origin_ends, self._origins)
         return {"rows": rows, "texts": texts, "names": names}
 
 
@@ -633,30 +632,40 @@ class _Buffer:
         self._ends.append(len(self._data))
 
     def column(self) -> Any:
+        """Return the values as a column of Arrow."""
+        import pyarrow  # Slow to import, and not needed to draw.
+
         buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(bytes(self._data))]
         return pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
 
 
-_ARROW = {"B": pyarrow.uint8(), "i": pyarrow.int32(), "q": pyarrow.int64(), "Q": pyarrow.uint64(),
-          "d": pyarrow.float64()}  # fmt: skip
+_ARROW = {"B": "uint8", "i": "int32", "q": "int64", "Q": "uint64", "d": "float64"}
+"""Arrow's names of the types of array.array."""
 
 
 def _flat(columns: Mapping[str, array.array]) -> dict[str, Any]:
-    make = pyarrow.Array.from_buffers
-    return {
-        name: make(_ARROW[column.typecode], len(column), [None, pyarrow.py_buffer(column)])
-        for name, column in columns.items()
-    }
+    return {name: _column(column) for name, column in columns.items()}
 
 
-def _lists(ends: array.array, values: array.array, kind: Any) -> Any:
-    inner = pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
-    buffers = [None, pyarrow.py_buffer(ends)]
-    return pyarrow.Array.from_buffers(pyarrow.list_(kind), len(ends) - 1, buffers, children=[inner])
+def _column(values: array.array) -> Any:
+    import pyarrow
+
+    kind = getattr(pyarrow, _ARROW[values.typecode])()
+    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
+
+
+def _lists(ends: array.array, values: array.array) -> Any:
+    import pyarrow
+
+    inner, buffers = _column(values), [None, pyarrow.py_buffer(ends)]
+    kind = pyarrow.list_(inner.type)
+    return pyarrow.Array.from_buffers(kind, len(ends) - 1, buffers, children=[inner])
 
 
 def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, int]:
     """Write the columns of a file, and return its name, size and CRC-32."""
+    import pyarrow
+
     batch = pyarrow.record_batch(list(columns.values()), names=list(columns))
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_file(sink, batch.schema) as writer:
@@ -706,6 +715,8 @@ def _check(card: Mapping[str, Any]) -> int:
 
 def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
     """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
+    import pyarrow
+
     name, size, crc = of
     if not FILE.fullmatch(name):
         raise ValueError(f"the table in {home} names the file {name!r}: import the data again")
@@ -723,6 +734,8 @@ def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
 
 def _view(column: Any) -> Any:
     """Return a column of Arrow as an object that numpy indexes, without a copy."""
+    import pyarrow
+
     _, *buffers = column.buffers()
     view = lambda buffer, kind: np.frombuffer(buffer or b"", kind)
     if pyarrow.types.is_large_binary(column.type):
