@@ -386,7 +386,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     raise FileNotFoundError(message)
 
 
-def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str) -> None:
+def check_any(num_images: int, place: Any, suffixes: Collection[str], images: str) -> None:
     """Check that a data source has images.
 
     Args:
@@ -400,7 +400,7 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     """
     if num_images == 0:
         others = _list(suffixes)
-        advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice = ", or read the tars with data.source=webdataset" if "tar" in suffixes else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
         endings = {suffix: suffix.rpartition(".") for suffix in suffixes}
         dotted = [s for s, (_, dot, last) in endings.items()

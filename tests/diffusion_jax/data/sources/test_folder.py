@@ -48,8 +48,13 @@ def test_the_error_for_a_missing_path_suggests_a_command_for_examples(tmp_path):
 def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"no images in .* and found no files at all"):
         open_folder(tmp_path)
+    (tmp_path / "a.tar.gz").touch()
+    with pytest.raises(ValueError, match=r"found tar\.gz; check the path$"):
+        open_folder(tmp_path)
     (tmp_path / "a.tar").touch()
-    with pytest.raises(ValueError, match=r"found tar; .*, or read the tars with data\.source=we"):
+    with pytest.raises(
+        ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"
+    ):
         open_folder(tmp_path)
 
 
