@@ -183,7 +183,13 @@ class Table(Records):
         return reading.ends(self.places(indices), -records.HEAD)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        return self._column("key", indices, np.uint64)
+        rows = indices if self._rows is None else self._rows[indices]
+        parts = np.searchsorted(self._firsts, rows, side="right") - 1
+        keys = np.zeros(len(rows), np.uint64)
+        for part in np.unique(parts).tolist():
+            at = parts == part
+            keys[at] = self._parts[part].rows["key"][rows[at] - self._firsts[part]]
+        return keys
 
     def places(self, indices: Sequence[int]) -> list[Place]:
         """Return where the picture of each row lies."""
@@ -278,15 +284,6 @@ class Table(Records):
             if isinstance(part, Unusable):
                 return Record(b"", part, row.name)
         return Record(image, text, row.name, row.numbers, mask)  # pyright: ignore
-
-    def _column(self, name: str, indices: np.ndarray, kind: Any) -> np.ndarray:
-        rows = indices if self._rows is None else self._rows[indices]
-        parts = np.searchsorted(self._firsts, rows, side="right") - 1
-        values = np.zeros(len(rows), kind)
-        for part in np.unique(parts).tolist():
-            at = parts == part
-            values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
-        return values
 
 
 class _Part:
