@@ -480,13 +480,6 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
-    """Return a table that is not written to a disk; see `write`."""
-    contents = dict[str, bytes]()
-    write(contents, rows, inventory, **options)
-    return Table(contents)
-
-
 class _Shared(contextlib.ExitStack):
     """What the parts of a table share: numbers of containers and origins, and stored pictures."""
 
