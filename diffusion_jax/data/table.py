@@ -116,14 +116,14 @@ class Table(Records):
         self.card = _read_card(home, card)
         self.card |= {} if root is None else {"root": root}
         self._contents = home if isinstance(home, Mapping) else {}
+        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
+            if not path.exists():
+                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._parts = [
             _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
             for part in self.card["parts"]
         ]
         self._left = _open(home, self.card["left"])
-        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
-            if path.suffix == ".pictures" and not path.exists():
-                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
@@ -476,7 +476,7 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
     names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
     names |= {name for name, kind in card["files"] if kind == _KEPT}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
-        raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
+        raise ValueError(f"the card of a table names the file {wrong[0]!r}: import the data again")
     return names
 
 
@@ -697,8 +697,6 @@ def _check(card: Mapping[str, Any]) -> int:
 def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
     """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
     name, size, crc = of
-    if not FILE.fullmatch(name):
-        raise ValueError(f"the table in {home} names the file {name!r}: import the data again")
     if isinstance(home, Mapping):
         mapped = pyarrow.py_buffer(home[name])
     else:
