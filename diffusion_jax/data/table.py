@@ -183,6 +183,7 @@ class Table(Records):
         return reading.ends(self.places(indices), -records.HEAD)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Return the key of each row."""
         rows = indices if self._rows is None else self._rows[indices]
         parts = np.searchsorted(self._firsts, rows, side="right") - 1
         keys = np.zeros(len(rows), np.uint64)
