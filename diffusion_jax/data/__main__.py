@@ -72,7 +72,7 @@ def _import(args: argparse.Namespace, data: Data, records: Records) -> None:
                 f"--out={args.out} is in the data set or holds other files: name a new folder"
             )
         records.copy(out)
-        data = data._replace(path=args.out)
+        data = data._replace(path=args.out, source=records.card["rule"]["source"])
         records = sources.open_records(data)
     names = ("source", "path", "text", "uncaptioned", *["fields"] * bool(data.fields))
     settings = [(name, shlex.quote(str(getattr(data, name)))) for name in names]
@@ -118,13 +118,13 @@ def _parser() -> argparse.ArgumentParser:
         arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
             help="an entry of data.fields in a config; may be repeated")  # fmt: skip
         arg("--strict", action="store_true", help="end with exit code 2 if something looks wrong: "
-            "most captions equal, ids or missing, pointers of Git LFS, a table that is not read, "
-            "captions found by the file name alone; default: warn")  # fmt: skip
+            "all captions equal, most of them ids or missing, pointers of Git LFS, a table that is "
+            "not read, captions found by the file name alone; default: warn")  # fmt: skip
         return arg
 
     arg = add("import", _import, "Write the table of a data set, which training opens.")
-    arg("--out", default="", help="folder for the table, which data.path may name; training then "
-        "does not check whether the data have changed; default: beside the data")  # fmt: skip
+    arg("--out", default="", help="new folder for the table, which data.path may name; training "
+        "then does not check whether the data have changed; default: beside the data")  # fmt: skip
     arg = add("show", _show, "Show where the captions of a data set come from, how many are "
               "different, and what was left out.")  # fmt: skip
     arg("--by", choices=[*_SECTIONS], help="print only how many pictures have their caption from "

@@ -40,12 +40,12 @@ def overview(records: Records) -> list[tuple[str, str]]:
         most = f"; the most frequent: {', '.join(frequent)}" * (len(texts) < texts.total())
         rows.append(("captions", f"{texts.total():,}, {len(texts):,} of them different{most}"))
     for origin, (count, row) in _count_origins(records).items():
-        rows.append(("origin", f"{count:,} {origin}, such as of {_name(records, row)}"))
+        rows.append(("origin", f"{count:,} {origin}, such as that of {_name(records, row)}"))
     for reason in dict.fromkeys(text.reason for text in unreadable):
         some = {text: of for text, of in unreadable.items() if text.reason == reason}
         text, (_, row) = next(iter(some.items()))
         number = sum(count for count, _ in some.values())
-        rows.append(("unreadable", f"{number:,}, such as of {_name(records, row)}: {text}"))
+        rows.append(("unreadable", f"{number:,}, such as that of {_name(records, row)}: {text}"))
     rows.append(("table", str(records.home or "in memory, because no folder for it is writable")))
     return [(label, line(text)) for label, text in rows]
 
@@ -195,8 +195,8 @@ def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> I
     ):
         if number:
             yield (
-                f"{number:,} {noun} are pointers of Git LFS, such as of {_name(table, row[0])}: "
-                "run git lfs pull in their repository"
+                f"{number:,} {noun} are pointers of Git LFS, such as that of "
+                f"{_name(table, row[0])}: run git lfs pull in their repository"
             )
 
 

@@ -115,14 +115,14 @@ class Table(Records):
         self.card = _read_card(home, card)
         self.card |= {} if root is None else {"root": root}
         self._contents = home if isinstance(home, Mapping) else {}
+        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
+            if not path.exists():
+                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._parts = [
             _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
             for part in self.card["parts"]
         ]
         self._left = _open(home, self.card["left"])
-        for path in [self.home / name for name in files_of(self.card)] if self.home else ():
-            if path.suffix == ".pictures" and not path.exists():
-                raise FileNotFoundError(f"there is no {path}: import the data again")
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
@@ -182,7 +182,14 @@ class Table(Records):
         return reading.ends(self.places(indices), -records.HEAD)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        return self._column("key", indices, np.uint64)
+        """Return the key of each row."""
+        rows = indices if self._rows is None else self._rows[indices]
+        parts = np.searchsorted(self._firsts, rows, side="right") - 1
+        keys = np.zeros(len(rows), np.uint64)
+        for part in np.unique(parts).tolist():
+            at = parts == part
+            keys[at] = self._parts[part].rows["key"][rows[at] - self._firsts[part]]
+        return keys
 
     def places(self, indices: Sequence[int]) -> list[Place]:
         """Return where the picture of each row lies."""
@@ -277,15 +284,6 @@ class Table(Records):
             if isinstance(part, Unusable):
                 return Record(b"", part, row.name)
         return Record(image, text, row.name, row.numbers, mask)  # pyright: ignore
-
-    def _column(self, name: str, indices: np.ndarray, kind: Any) -> np.ndarray:
-        rows = indices if self._rows is None else self._rows[indices]
-        parts = np.searchsorted(self._firsts, rows, side="right") - 1
-        values = np.zeros(len(rows), kind)
-        for part in np.unique(parts).tolist():
-            at = parts == part
-            values[at] = self._parts[part].rows[name][rows[at] - self._firsts[part]]
-        return values
 
 
 class _Part:
@@ -478,15 +476,8 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
     names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
     names |= {name for name, kind in card["files"] if kind == _KEPT}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
-        raise ValueError(f"the card of a table names {wrong[0]!r}, which is no file of a table")
+        raise ValueError(f"the card of a table names the file {wrong[0]!r}: import the data again")
     return names
-
-
-def in_memory(rows: Iterable[Row], inventory: LeftOut, **options: Any) -> Table:
-    """Return a table that is not written to a disk; see `write`."""
-    contents = dict[str, bytes]()
-    write(contents, rows, inventory, **options)
-    return Table(contents)
 
 
 class _Shared(contextlib.ExitStack):
@@ -718,8 +709,6 @@ def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
     import pyarrow
 
     name, size, crc = of
-    if not FILE.fullmatch(name):
-        raise ValueError(f"the table in {home} names the file {name!r}: import the data again")
     if isinstance(home, Mapping):
         mapped = pyarrow.py_buffer(home[name])
     else:

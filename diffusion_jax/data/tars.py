@@ -140,9 +140,11 @@ def is_trusted(path: str | os.PathLike[str], tar: str) -> bool:
         return True
     try:
         status = os.stat(path)
-        owners = {os.geteuid(), 0} | (set() if storage.is_url(tar) else {os.stat(tar).st_uid})
     except OSError:
         return False
+    owners = {os.geteuid(), 0}
+    with contextlib.suppress(OSError):  # The tar may be missing.
+        owners.add(0 if storage.is_url(tar) else os.stat(tar).st_uid)
     return status.st_uid in owners and not status.st_mode & stat.S_IWOTH
 
 

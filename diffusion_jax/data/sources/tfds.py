@@ -123,8 +123,8 @@ def _explained(path: str) -> Iterator[None]:
         yield
     except Exception as error:  # TFDS raises many types.
         raise ValueError(
-            f"TFDS cannot read {path}: {error}\nIf the data set is not prepared, run tfds "
-            "build NAME (for large sets, with --file_format=array_record)"
+            f"TFDS cannot read {path}: {' '.join(str(error).split())}. If the data set is not "
+            "prepared, run tfds build NAME (for large sets, with --file_format=array_record)"
         ) from error
 
 

@@ -66,8 +66,8 @@ def test_each_file_of_a_messy_folder_has_an_origin_or_a_reason(messy, capsys):
         "companions     note.md",
         'captions       4, 3 of them different; the most frequent: 2 x "a red square", 1 x "a müde '
         'square", 1 x "a blue square"',
-        "origin         5 NAME.txt, such as of a.png",
-        f"unreadable     1, such as of cats/c.png: {error}UTF-8",
+        "origin         5 NAME.txt, such as that of a.png",
+        f"unreadable     1, such as that of cats/c.png: {error}UTF-8",
         f"table          {table}",
     ]
     assert run("show", messy, "--left_out") == 0
@@ -167,7 +167,7 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(["a cat", ""]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
         (several([None, None], a_txt="b"), ["2 of 2 pictures have no caption, such as 0.png; texts "
                                             "without a picture: a.txt: add captions, or"]),
-        (several([*FINE, LFS]), ["1 texts are pointers of Git LFS, such as of 4.png: run git"]),
+        (several([*FINE, LFS]), ["1 texts are pointers of Git LFS, such as that of 4.png: run"]),
         ({**several(FINE), "0.png": LFS}, ["1 of 4 picture files looked into are pointers of Git"]),
         (several(FINE, m_csv=NAMED), ["files that may hold captions are not read, such as m.csv"]),
         (several(FINE, m_txt=NAMED), ["files that may hold captions are not read, such as m.txt"]),
@@ -214,7 +214,7 @@ def test_names_of_several_lines_are_shown_in_one(tmp_path, capsys):
     (tmp_path / "c\nd.svg").touch()
     assert run("show", tmp_path) == run("show", tmp_path, "--left_out") == 0
     shown = capsys.readouterr().out
-    assert r"NAME.txt, such as of a\nb.png" in shown and "format\tc\\nd.svg\n" in shown
+    assert r"NAME.txt, such as that of a\nb.png" in shown and "format\tc\\nd.svg\n" in shown
     assert run("show", tmp_path, "--row=a\nb.png") == 0
     assert r"a cat\nof old age (weight 1, NAME.txt)" in capsys.readouterr().out
 
@@ -249,7 +249,7 @@ def test_a_table_written_elsewhere_is_opened_without_looking_at_changes(messy, t
     assert (len(kept), len(new)) == (5, 6)
     assert kept.read([0]) == new.read([0]) and kept.left_out() == new.left_out()
     assert run("show", out, "--by=origin") == 0
-    assert capsys.readouterr().out.startswith("origin         5 NAME.txt, such as of a.png\n")
+    assert capsys.readouterr().out.startswith("origin         5 NAME.txt, such as that of a.png\n")
 
 
 def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_exist(tmp_path):
@@ -271,11 +271,12 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
     with pytest.raises(ValueError, match="import the data yourself"):
         sources.open_records(guessed)
     (out / "card.json").chmod(0o644)
-    (photos / "a.png").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
-    ):
-        sources.open_records(guessed)
+    for remove in ((photos / "a.png").unlink, lambda: photos.rename(tmp_path / "moved")):
+        remove()
+        with pytest.raises(
+            FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
+        ):
+            sources.open_records(guessed)
 
 
 @pytest.mark.parametrize(

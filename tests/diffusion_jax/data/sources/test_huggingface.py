@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data import __main__ as data_command
 from diffusion_jax.data import prompts, sources
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.sources import arrow
@@ -86,6 +87,14 @@ TEST = [(i, f"number {i}") for i in (50, 51)]
 )
 def test_every_layout_is_read_with_pictures_and_captions(written, source, path, rows):
     assert read(source, written / path) == rows
+
+
+def test_an_import_prints_the_source_that_opens_its_table(written, tmp_path, capsys):
+    saved = f"huggingface:{written}/saved@train::text"
+    data_command.main(["import", saved, f"--out={tmp_path}/out"])
+    assert (
+        f"--config.data.source=arrow --config.data.path={tmp_path}/out" in capsys.readouterr().out
+    )
 
 
 def test_pictures_of_parquet_are_read_at_their_places_in_the_cache_of_datasets(written, cache):
