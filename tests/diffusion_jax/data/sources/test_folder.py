@@ -52,13 +52,9 @@ def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"found tar\.gz; check the path$"):
         open_folder(tmp_path)
     (tmp_path / "a.tar").touch()
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\."):
-=======
     with pytest.raises(
         ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"
     ):
->>>>>>> eyes
         open_folder(tmp_path)
 
 
