@@ -72,7 +72,7 @@ def test_all_processes_report_the_same_difference_between_them(folder, tmp_path)
         "data (data.path)"
     )
     assert renamed.startswith("the digest of the pictures' names is ")
-    assert edited.startswith("the digest of the files' sizes is ")
+    assert edited.startswith("the digest of the texts and of the files' sizes is ")
     assert local is None and copy is None
 
 

@@ -105,7 +105,7 @@ def test_the_checker_accepts_the_result_and_needs_every_key(whole, tmp_path):
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_clock_starts(whole):
     """The data is opened right after the clock starts."""
-    before, opened, after = (whole / "console.txt").read_text().partition("tars listed")
+    before, opened, after = (whole / "console.txt").read_text().partition("tars imported")
     assert before.count("compiling the step") == 1 and opened and "compil" not in after.lower()
 
 
