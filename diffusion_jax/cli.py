@@ -358,9 +358,9 @@ def _interrupt_again() -> None:
     """Send Ctrl-C to the main thread until `interruptible` has received it.
 
     Once is not enough: on a busy machine, it may arrive while the first one is still ignored. But
-    the command needs time to close its files before the next one.
+    the hook needs time to end before the first one, and the command to close its files after it.
     """
-    seconds = 0.05
+    seconds = 0.5
     while not _ended.wait(seconds):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         seconds = 5
