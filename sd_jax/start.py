@@ -12,7 +12,7 @@ from absl import flags
 from diffusion_jax.start.changes import Changes
 from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
-from sd_jax.weights.opened import open_weights
+from sd_jax.weights.opened import open_checkpoint
 
 _VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
 _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels", "attention_levels",
@@ -36,7 +36,7 @@ def vae_fields(path: str) -> Changes:
     `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
     ValueError if it holds no VAE.
     """
-    opened = open_weights(path, ("vae",))
+    opened = open_checkpoint(path, ("vae",))
     if opened.vae is None:
         raise ValueError(
             f"--vae={path} holds no VAE: name a diffusers directory, a checkpoint or a workdir "

@@ -13,6 +13,8 @@ _STDERR = 2
 FLOOR = 120.0
 """The shortest time limit of a save, in seconds. A network file system may stall for a while."""
 _RATE = 10e6  # The first save must write at least this many bytes per second.
+_REFUSED = "access key|credentials|denied|expired|forbidden|signature|token|unauthorized"
+"""A pattern of what stores say if they refuse access."""
 _TIMES = 10  # A later save may take this many times as long as the longest one before it.
 
 
@@ -77,6 +79,6 @@ def advice(reason: str) -> str:
         return f"is the limit of {allowed} open files too low? raise it with ulimit -n"
     if re.search("memory|new thread", reason, re.IGNORECASE):
         return "is there enough memory?"
-    if re.search("denied|expired|forbidden|unauthorized|credentials|token", reason, re.IGNORECASE):
+    if re.search(_REFUSED, reason, re.IGNORECASE):
         return "have the credentials expired?"
     return "is the disk full?"

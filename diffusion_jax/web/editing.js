@@ -6,6 +6,7 @@ import {$, post} from "/results.js";
 const LARGEST = 1024, MULTIPLE = 8;
 let bitmap = null;  // The picture as the user chose it.
 let picture = null, paint = null;  // Canvases: the scaled picture, and the paint on it.
+let area = [];  // The part of the bitmap that the paint covers: left, top, width, height.
 let names = null;  // The names of the uploaded picture and mask on the server.
 let model = () => undefined;  // Returns the server's description of the chosen model.
 
@@ -24,7 +25,7 @@ async function read(file) {
 }
 
 // Scale the picture to a size that the model can draw: a square, unless the model draws pictures of
-// any height and width. If the size stays the same, so does the paint.
+// any height and width.
 function scale() {
   const square = enlarging() || (model()?.square ?? true);
   const largest = enlarging() ? model().enlarger.side : LARGEST;
@@ -33,16 +34,27 @@ function scale() {
   const [width, height] = square ? [side, side] : [bitmap.width, bitmap.height];
   const scale = Math.min(1, largest / Math.max(width, height));
   const fit = (n) => Math.max(multiple, Math.round(n * scale / multiple) * multiple);
+  const left = (bitmap.width - width) / 2, top = (bitmap.height - height) / 2;
   picture = canvasOf(fit(width), fit(height));
-  if (paint?.width !== picture.width || paint.height !== picture.height)
-    paint = canvasOf(picture.width, picture.height);
+  if (!enlarging()) movePaint(left, top, width, height);
   const context = picture.getContext("2d");
   context.imageSmoothingQuality = "high";
   context.fillStyle = "#fff";
   context.fillRect(0, 0, picture.width, picture.height);
-  context.drawImage(bitmap, (bitmap.width - width) / 2, (bitmap.height - height) / 2, width, height,
-    0, 0, picture.width, picture.height);
+  context.drawImage(bitmap, left, top, width, height, 0, 0, picture.width, picture.height);
   show();
+}
+
+// Put the paint on the picture, which now shows this part of the bitmap.
+function movePaint(...next) {
+  const old = paint, [x, y, width, height] = area;
+  if (old && old.width === picture.width && old.height === picture.height
+      && next.every((n, i) => n === area[i])) return;
+  paint = canvasOf(picture.width, picture.height);
+  area = next;
+  const across = paint.width / next[2], down = paint.height / next[3];
+  if (old) paint.getContext("2d").drawImage(old, (x - next[0]) * across, (y - next[1]) * down,
+    width * across, height * down);
 }
 
 function mask() {
@@ -58,8 +70,8 @@ function mask() {
   return all;
 }
 
-const painted = () => paint.getContext("2d").getImageData(0, 0, paint.width, paint.height).data
-  .some((value, n) => n % 4 === 3 && value > 127);
+const painted = () => !enlarging() && paint.getContext("2d")
+  .getImageData(0, 0, paint.width, paint.height).data.some((value, n) => n % 4 === 3 && value > 127);
 
 function show() {
   names = null;
@@ -71,7 +83,7 @@ function show() {
   const context = canvas.getContext("2d");
   context.drawImage(picture, 0, 0);
   context.globalAlpha = 0.55;
-  context.drawImage(paint, 0, 0);
+  if (!enlarging()) context.drawImage(paint, 0, 0);
   $("save-image").href = picture.toDataURL();
   const masked = painted();
   $("save-mask").hidden = !masked;
@@ -147,7 +159,7 @@ export function listen(chosen, say) {
   for (const name of ["pointerdown", "pointermove"]) $("canvas").addEventListener(name, brush);
   $("strength").addEventListener("input", () => $("of-strength").textContent = $("strength").value);
   $("clear").addEventListener("click", () => {
-    paint.getContext("2d").clearRect(0, 0, paint.width, paint.height);
+    paint?.getContext("2d").clearRect(0, 0, paint.width, paint.height);
     show();
   });
   $("remove").addEventListener("click", () => {

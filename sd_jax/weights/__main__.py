@@ -96,7 +96,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
         return
     if is_run:
         picture_fields.refuse(runs.load(workdir)["data"].get("fields", ()), workdir)
-    checkpoint = opened.open_weights(
+    checkpoint = opened.open_checkpoint(
         source, ema=_EMA.value, config=_CONFIG.value, norm_groups=_GROUPS.value, base=_BASE.value
     )
     checkpoint = lora_files.apply(_LORA.value, checkpoint)

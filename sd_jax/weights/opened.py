@@ -28,7 +28,7 @@ _EXECUTION = (
 )  # fmt: skip
 
 
-def open_weights(
+def open_checkpoint(
     path: str | os.PathLike[str],
     parts: Collection[str] = checkpoints.PARTS,
     *,
@@ -90,16 +90,16 @@ def open_weights(
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
-    """Return the params of the VAE at `path` (see `open_weights`), as float32 arrays on the host.
+    """Return the params of the VAE at `path` as float32 arrays on the host; see `open_checkpoint`.
 
     Raises FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path`
     or its fields differ from those of `vae`.
     """
-    return _checked(open_weights(path, ("vae",)).vae, vae, path, "VAE").params
+    return _checked(open_checkpoint(path, ("vae",)).vae, vae, path, "VAE").params
 
 
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
-    """Return the params of the UNet at `path` (see `open_weights`), as float32 arrays on the host.
+    """Return the params of the UNet at `path` as float32 arrays on the host; see `open_checkpoint`.
 
     For a checkpoint file, `unet` gives the number of norm groups, and also the number of attention
     heads if the file does not state it. If `unet` inpaints, and the UNet at `path` reads only the
@@ -108,7 +108,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     `path`, if its fields differ from those of `unet`, or if it attends to text of another width
     than `text_width`.
     """
-    opened = open_weights(path, ("unet",), expect=unet)
+    opened = open_checkpoint(path, ("unet",), expect=unet)
     stored = _without_picture(unet, opened.unet.network.in_channels) if opened.unet else unet
     part = _checked(opened.unet, stored, path, "UNet")
     if part.text_width != text_width:

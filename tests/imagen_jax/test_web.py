@@ -221,8 +221,11 @@ def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(
         page.locator("#canvas").scroll_into_view_if_needed()
         page.locator("#canvas").click()  # This paints a dot in the middle.
         drawings = {}
-        for use, flags in (("over", "--mask=mask.png --strength=0.5"), ("enlarge", "--low_res=")):
-            page.select_option("#use", use)
+        for use, flags in (
+            ("over", "--mask=mask.png --strength=0.5"), ("enlarge", "--low_res="),
+            ("over again", "--mask=mask.png --strength=0.5"),
+        ):  # fmt: skip
+            page.select_option("#use", use.partition(" ")[0])
             if use == "over":
                 page.fill("#strength", "0.5")
             draw(page, count=1)
@@ -235,3 +238,4 @@ def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(
     same = (drawings["over"] == pixels).all(-1)
     assert same[:8].all() and not same[30:34, 30:34].any()  # Only the painted dot is redrawn.
     assert drawings["enlarge"].shape == (64, 64, 3)
+    assert (drawings["over again"] == drawings["over"]).all()  # The paint is still there.

@@ -114,7 +114,7 @@ def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     model = drawing.load(run, steps=2)
     images = model.draw(["a red one"], seeds=[3]).images
     assert (images.shape, model.stages[0].settings.sampler.name) == ((1, 8, 8, 3), "ddim")
-    written = opened.open_weights(run)
+    written = opened.open_checkpoint(run)
     checkpoints.save_diffusers(written, tmp_path / "d")
     read = checkpoints.load(tmp_path / "d")
     assert checkpoints.equal(read, written)

@@ -163,7 +163,7 @@ def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(
 @pytest.mark.gate
 def test_a_run_of_a_learned_word_cannot_be_converted_and_rejects_another_base_model(workdir):
     with pytest.raises(ValueError, match="which trains no UNet: name its base"):
-        opened.open_weights(workdir)
+        opened.open_checkpoint(workdir)
     (workdir / train.finetune.BASE).write_text('{"fingerprint": "of another model"}')
     with pytest.raises(ValueError, match="adapts weights that differ from those in unet"):
         drawing.load(workdir)

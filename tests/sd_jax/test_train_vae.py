@@ -102,11 +102,11 @@ def test_a_vae_workdir_is_loaded_with_its_average_weights(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, average)
     assert not np.array_equal(jax.tree.leaves(raw)[0], jax.tree.leaves(params)[0])
     first = restore.steps(folder)[0]
-    part = opened.open_weights(f"{run[0]}@{first}", ema="raw").vae
+    part = opened.open_checkpoint(f"{run[0]}@{first}", ema="raw").vae
     assert part and part.network == vae
     expected = restore.load_params(folder, abstract, "raw", first)
     jax.tree.map(np.testing.assert_array_equal, part.params, expected)
-    whole = opened.open_weights(run[0])
+    whole = opened.open_checkpoint(run[0])
     checkpoints.save_diffusers(whole, tmp_path / "d")
     assert checkpoints.equal(checkpoints.load(tmp_path / "d"), whole) and whole.unet is None
     changes = start.vae_fields(str(run[0]))

@@ -35,7 +35,7 @@ def written(home, rows, left=(), **options):
 
 
 def row(number, text=(), **options):
-    return Row(f"{number}.png", number, Place(f"/root/{number}.png"), text, **options)
+    return Row(f"{number}.png", number, Place(f"/data/{number}.png"), text, **options)
 
 
 def plain(text):
@@ -105,38 +105,38 @@ NAMES = {
 
 
 def test_names_are_the_bytes_of_the_files_names(home):
-    rows = [Row(n, i, Place(f"/root/{n}"), mask=Place(f"/root/m{n}")) for i, n in
+    rows = [Row(n, i, Place(f"/data/{n}"), mask=Place(f"/data/m{n}")) for i, n in
             enumerate(NAMES.values())]  # fmt: skip
-    opened = written(home, rows, root="/root")
+    opened = written(home, rows, root="/data")
     assert opened.names(range(len(rows))) == list(NAMES.values())
-    paths = [f"/root/{name}" for name in NAMES.values()]
+    paths = [f"/data/{name}" for name in NAMES.values()]
     assert [place.file for place in opened.places(range(len(rows)))] == paths
-    assert opened.files() == [*paths, *(f"/root/m{name}" for name in NAMES.values())]
+    assert opened.files() == [*paths, *(f"/data/m{name}" for name in NAMES.values())]
 
 
 def test_places_are_relative_to_the_root_of_the_table(home):
-    tar = lambda at: Place("/root/a.tar", at, 7, TAR)
+    tar = lambda at: Place("/data/a.tar", at, 7, TAR)
     rows = [
         Row("x/1", 1, tar(512), mask=Place("/masks/1.png")),
         Row("x/2", 2, Place("gs://bucket/b.tar", 3, 4, BYTES)),
-        Row("the name", 3, Place("/root/other/name.png")),
-        Row("a.png", 4, Place("/rooted/a.png")),
+        Row("the name", 3, Place("/data/other/name.png")),
+        Row("a.png", 4, Place("/database/a.png")),
         Row("x/5", 5, tar(1024)),
     ]
-    written(home, rows, root="/root")
-    for moved in ("/root", "/elsewhere", "/"):
+    written(home, rows, root="/data")
+    for moved in ("/data", "/elsewhere", "/"):
         opened, inside = Table(home, moved), moved.rstrip("/")
         assert opened.places(range(5)) == [
             Place(f"{inside}/a.tar", 512, 7, TAR),
             Place("gs://bucket/b.tar", 3, 4, BYTES),
             Place(f"{inside}/other/name.png"),
-            Place("/rooted/a.png"),
+            Place("/database/a.png"),
             Place(f"{inside}/a.tar", 1024, 7, TAR),
         ]
         names = [f"{inside}/a.tar/x/1", "x/2", "the name", "a.png", f"{inside}/a.tar/x/5"]
         assert opened.names(range(5)) == names
         assert sorted(opened.files()) == sorted([
-            f"{inside}/a.tar", "gs://bucket/b.tar", f"{inside}/other/name.png", "/rooted/a.png",
+            f"{inside}/a.tar", "gs://bucket/b.tar", f"{inside}/other/name.png", "/database/a.png",
             "/masks/1.png"])  # fmt: skip
 
 
@@ -223,10 +223,10 @@ def test_there_may_be_more_origins_than_a_short_integer_counts(home):
 
 def test_ids_depend_on_rows_and_texts_only():
     rows = [row(n, "abc") for n in range(3)]
-    base = in_memory(rows, LeftOut(), root="/root", seen="1").id()
+    base = in_memory(rows, LeftOut(), root="/data", seen="1").id()
     left = LeftOut()
     left.add("hidden", [".DS_Store"])
-    same = in_memory(rows, left, root="/root", seen="2", rule={"images": ["heic"]})
+    same = in_memory(rows, left, root="/data", seen="2", rule={"images": ["heic"]})
     moved = [r._replace(image=Place(f"/moved/{r.name}")) for r in rows]
     assert {base, same.id(), in_memory(moved, LeftOut(), root="/moved").id()} == {base}
     changes = [
@@ -234,11 +234,11 @@ def test_ids_depend_on_rows_and_texts_only():
         [*rows, row(3, "abc")],
         [rows[0]._replace(key=9), *rows[1:]],
         [rows[0]._replace(name="x.png"), *rows[1:]],
-        [rows[0]._replace(image=Place("/root/a.tar", 5, 6, TAR)), *rows[1:]],
-        [rows[0]._replace(mask=Place("/root/m.png")), *rows[1:]],
+        [rows[0]._replace(image=Place("/data/a.tar", 5, 6, TAR)), *rows[1:]],
+        [rows[0]._replace(mask=Place("/data/m.png")), *rows[1:]],
         [rows[1], rows[0], rows[2]],
     ]
-    ids = {in_memory(change, LeftOut(), root="/root").id() for change in changes}
+    ids = {in_memory(change, LeftOut(), root="/data").id() for change in changes}
     assert len(ids | {base}) == 1 + len(changes)
 
 

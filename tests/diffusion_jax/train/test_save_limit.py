@@ -82,3 +82,18 @@ def test_the_time_limit_of_a_save_depends_on_its_size_and_earlier_saves(monkeypa
     limit._longest = 2.0
     limit.start(3 * 10**9, "it", "last")
     assert limit.seconds == 140
+
+
+@pytest.mark.parametrize(
+    ("reason", "question"),
+    [
+        ("The AWS Access Key Id you provided does not exist in our records.", "have the cred"),
+        ("The request signature we calculated does not match the signature", "have the cred"),
+        ("403 Forbidden", "have the cred"),
+        ("No space left on device", "is the disk full?"),
+        ("[Errno 24] Too many open files", "is the limit of"),
+        ("can't start new thread", "is there enough memory?"),
+    ],
+)
+def test_a_failed_save_names_the_likely_cause(reason, question):
+    assert save_limit.advice(reason).startswith(question)
