@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             logging.warning("%s", line)
         if doubts and args.strict:
             raise ValueError(
-                f"--strict: {args.path} has {len(doubts)} doubts, which the warnings name: mend "
+                f"--strict: the warnings name what looks wrong in {args.path}: mend "
                 "the data, or leave out --strict"
             )
 

@@ -217,12 +217,19 @@ def _unread(table: Table) -> Iterable[str]:
 
 
 def _by_name(table: Table) -> Iterable[str]:
-    for origin, (count, row) in _count_origins(table).items():
-        if origin.endswith("by the file name alone"):
+    """Count the captions of tables whose rows may mean other pictures.
+
+    A row that names a picture without its suffix is in doubt only if others name it exactly.
+    """
+    origins = _count_origins(table)
+    for origin, (count, row) in origins.items():
+        column, _, how = origin.rpartition(", ")
+        mixed = how.startswith("without the suffix") and f"{column}, exact path" in origins
+        if mixed or how == "by the file name alone":
             yield (
-                f"{count:,} captions were found by the file name alone, such as that of "
-                f"{_name(table, row)} in {origin.partition(':')[0]}: look at some with `show "
-                "--sheet`, or write paths relative to the table"
+                f"{count:,} captions were found {how}, such as that of {_name(table, row)} in "
+                f"{origin.partition(':')[0]}: look at some with `show --sheet`, or write exact "
+                "paths, relative to the table"
             )
 
 

@@ -281,7 +281,7 @@ def folded(name: str) -> str:
 
 
 _FORMS = {folded: "other case or Unicode form", _stem: "without the suffix",
-          _folded_stem: "without the suffix, other case or Unicode form"}  # fmt: skip
+          _folded_stem: "without the suffix and in other case or Unicode form"}  # fmt: skip
 """How the names of rows may differ from an image's path."""
 
 

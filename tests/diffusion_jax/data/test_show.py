@@ -176,6 +176,9 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
          ["1 files that may hold captions are not read, such as n.csv: give it the"]),
         ({**several([None] * 2), "m.csv": BLANK}, []),
         ({**several([None] * 2), "m.jsonl": NULL}, ["1 of 2 pictures have no caption, such as 1"]),
+        ({**several([None] * 3), "m.csv": NAMED, "3.jpg": None},
+         ["1 captions were found without the suffix, such as that of 3.jpg in m.csv: look at"]),
+        ({"0.jpg": None, "1.jpg": None, "m.csv": NAMED}, []),
         (AWAY, ["2 captions were found by the file name alone, such as that of in/0.png in m"]),
     ],
 )  # fmt: skip
@@ -204,7 +207,11 @@ def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):
             )
             assert ended.code == (2 if strict else 0)
             assert ' warning: all 2 captions are "a cat": ' in ended.err
-            assert f"error: --strict: {tmp_path}/set has 1 doubts" in ended.err or not strict
+            assert (
+                f"error: --strict: the warnings name what looks wrong in {tmp_path}/set: "
+                in ended.err
+                or not strict
+            )
             assert "2 pictures, 2 texts" in ended.out
 
 
