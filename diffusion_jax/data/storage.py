@@ -187,9 +187,16 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
             network fault thus ends the run; it does not count as a damaged record, which would
             change the training data.
     """
+    ranges = dict[int, bytes]()
     if not is_url(paths[0]):
-        return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
-    system, ranges = _system(paths[0]), {}
+        for path, rows in itertools.groupby(sorted(range(len(paths)), key=paths.__getitem__),
+                                            paths.__getitem__):  # fmt: skip
+            with open(path, "rb", buffering=0) as file:
+                for row in rows:
+                    file.seek(firsts[row])
+                    ranges[row] = file.read(lasts[row] - firsts[row])
+        return [ranges[row] for row in range(len(paths))]
+    system = _system(paths[0])
     for attempt in range(_ATTEMPTS):
         rows = [row for row in range(len(paths)) if row not in ranges]
         columns = ([column[row] for row in rows] for column in (paths, firsts, lasts))
@@ -230,9 +237,3 @@ def _version(info: Mapping[str, Any]) -> str:
 
 def _system(path: str) -> fsspec.AbstractFileSystem:
     return remote.system(path.partition("://")[0])
-
-
-def _read_range(path: str, first: int, last: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(first)
-        return file.read(last - first)

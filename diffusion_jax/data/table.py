@@ -17,9 +17,8 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
 Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows,
 and HASH.pictures the pictures that lie in no file from which they can be read one by one.
 
-Each Arrow file holds one record batch, uncompressed, so that numpy reads its buffers without a
-copy. It is named by its contents: equal parts of several tables are stored once, and an import that
-was killed leaves no file that another import could take for a different one.
+The files are named by their values (see mapped.py): equal parts of several tables are stored once,
+and an import that was killed leaves no file that another import could take for a different one.
 """
 
 import array
@@ -40,7 +39,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt64
 
 from diffusion_jax import files
-from diffusion_jax.data import captions, reading, records
+from diffusion_jax.data import captions, mapped, reading, records
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, Inventory, LeftOut
@@ -119,10 +118,10 @@ class Table(Records):
             if not path.exists():
                 raise FileNotFoundError(f"there is no {path}: import the data again")
         self._parts = [
-            _Part(*(_open(home, part[kind]) for kind in ("rows", "texts", "names")))
+            _Part(*(mapped.open_columns(home, part[kind]) for kind in ("rows", "texts", "names")))
             for part in self.card["parts"]
         ]
-        self._left = _open(home, self.card["left"])
+        self._left = mapped.open_columns(home, self.card["left"])
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
@@ -379,26 +378,6 @@ class _Part:
         return _unusable(notes[field]) if field in notes else number
 
 
-class _Lists:
-    """A mapped column of lists."""
-
-    def __init__(self, firsts: Int[np.ndarray, "L"], values: np.ndarray):
-        self.firsts, self.values = firsts, values
-
-    def __len__(self) -> int:
-        return len(self.firsts) - 1
-
-    def __getitem__(self, row: int) -> Any:
-        return self.values[self.firsts[row] : self.firsts[row + 1]].tolist()
-
-
-class _Bytes(_Lists):
-    """A mapped column of large_binary."""
-
-    def __getitem__(self, row: int) -> bytes:
-        return self.values[self.firsts[row] : self.firsts[row + 1]].tobytes()
-
-
 def write(
     home: str | os.PathLike[str] | dict[str, bytes],
     rows: Iterable[Row],
@@ -436,10 +415,10 @@ def write(
                 part.add(row)
             if len(part) or not parts:
                 columns = part.columns().items()
-                parts.append({kind: _store(home, kind, of) for kind, of in columns})
+                parts.append({kind: mapped.store(home, kind, of) for kind, of in columns})
             if len(part) < PART:
                 break
-    left = {"name": _Buffer(), "reason": _Buffer()}
+    left = {"name": mapped.Buffer(), "reason": mapped.Buffer()}
     for name, reason in inventory.take():
         left["name"].add(os.fsencode(name))
         left["reason"].add(reason.encode())
@@ -451,7 +430,7 @@ def write(
     card = {
         "version": _VERSION, "id": digest.hexdigest(), "root": root, "rule": rule,
         "fields": fields, "parts": parts, "files": shared.files, "origins": list(shared.origins),
-        "left": _store(home, "left", {name: of.column() for name, of in left.items()}),
+        "left": mapped.store(home, "left", {name: of.column() for name, of in left.items()}),
         "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
         "stamps": {name: stamp for name, stamp in known.items() if name in containers},
     }  # fmt: skip
@@ -538,9 +517,9 @@ class _Writer:
         self._texts = new({"kind": "B", "file": "i", "at": "q", "size": "q"})
         self._entries, self._weights, self._origins = (array.array(k) for k in "idi")
         self._ends, self._origin_ends = array.array("i", [0]), array.array("i", [0])
-        self._names = {name: _Buffer() for name in ("name", "image", "mask", "note")}
+        self._names = {name: mapped.Buffer() for name in ("name", "image", "mask", "note")}
         self._known = dict[Any, int]()  # The number of each distinct text.
-        self._words = _Buffer()
+        self._words = mapped.Buffer()
 
     def __len__(self) -> int:
         return len(self._rows["key"])
@@ -599,83 +578,14 @@ class _Writer:
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of the part's files, keyed by the kind of file."""
-        texts = {"text": self._words.column(), **_flat(self._texts)}
-        rows = {**_flat(self._rows), **_flat(self._numbers)}
-        rows["text"] = _lists(self._ends, self._entries)
+        texts = {"text": self._words.column(), **mapped.flat(self._texts)}
+        rows = {**mapped.flat(self._rows), **mapped.flat(self._numbers)}
+        rows["text"] = mapped.lists(self._ends, self._entries)
         if any(weight != 1 for weight in self._weights):
-            rows["weight"] = _lists(self._ends, self._weights)
+            rows["weight"] = mapped.lists(self._ends, self._weights)
         names: dict[str, Any] = {name: of.column() for name, of in self._names.items()}
-        names["origin"] = _lists(self._origin_ends, self._origins)
+        names["origin"] = mapped.lists(self._origin_ends, self._origins)
         return {"rows": rows, "texts": texts, "names": names}
-
-
-class _Buffer:
-    """Collects the values of a column of bytes."""
-
-    def __init__(self):
-        self._ends, self._data = array.array("q", [0]), bytearray()
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def add(self, value: bytes) -> None:
-        self._data += value
-        self._ends.append(len(self._data))
-
-    def column(self) -> Any:
-        """Return the values as a column of Arrow."""
-        import pyarrow  # Slow to import, and not needed to draw.
-
-        buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(bytes(self._data))]
-        return pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
-
-
-_ARROW = {"B": "uint8", "i": "int32", "q": "int64", "Q": "uint64", "d": "float64"}
-"""Arrow's names of the types of array.array."""
-
-
-def _flat(columns: Mapping[str, array.array]) -> dict[str, Any]:
-    return {name: _column(column) for name, column in columns.items()}
-
-
-def _column(values: array.array) -> Any:
-    import pyarrow
-
-    kind = getattr(pyarrow, _ARROW[values.typecode])()
-    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
-
-
-def _lists(ends: array.array, values: array.array) -> Any:
-    import pyarrow
-
-    inner, buffers = _column(values), [None, pyarrow.py_buffer(ends)]
-    kind = pyarrow.list_(inner.type)
-    return pyarrow.Array.from_buffers(kind, len(ends) - 1, buffers, children=[inner])
-
-
-def _store(home: Any, kind: str, columns: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Write the columns of a file, and return its name, size and CRC-32."""
-    import pyarrow
-
-    batch = pyarrow.record_batch(list(columns.values()), names=list(columns))
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    content = sink.getvalue()
-    digest = hashlib.blake2b(digest_size=12)  # Of the values: versions of Arrow write other bytes.
-    for name, column in columns.items():
-        digest.update(f"{name} {column.type}\n".encode())
-        for buffer in filter(None, column.buffers()):
-            digest.update(buffer)
-    of = f"{digest.hexdigest()}.{kind}.arrow", content.size, zlib.crc32(content)
-    try:
-        _open(home, of)
-    except (OSError, ValueError, KeyError):  # It is missing or damaged.
-        if isinstance(home, dict):
-            home[of[0]] = content.to_pybytes()
-        else:
-            files.write_whole(home / of[0], content.to_pybytes())
-    return of
 
 
 def _read_card(home: Any, name: str) -> dict[str, Any]:
@@ -702,37 +612,6 @@ def _written(card: dict[str, Any]) -> bytes:
 
 def _check(card: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(card, sort_keys=True).encode())
-
-
-def _open(home: Any, of: Sequence[Any]) -> Mapping[str, Any]:
-    """Map the columns of an Arrow file. Raises ValueError if it is not the one on the card."""
-    import pyarrow
-
-    name, size, crc = of
-    if isinstance(home, Mapping):
-        mapped = pyarrow.py_buffer(home[name])
-    else:
-        path = files.cached(files.path(home) / name)
-        mapped = pyarrow.memory_map(os.fspath(path)).read_buffer()
-    if (mapped.size, zlib.crc32(mapped)) != (size, crc):
-        raise ValueError(f"{home}/{name} has changed since it was written: import the data again")
-    with pyarrow.ipc.open_file(mapped) as reader:
-        batch = reader.get_batch(0)
-    return {name: _view(batch.column(name)) for name in batch.schema.names}
-
-
-def _view(column: Any) -> Any:
-    """Return a column of Arrow as an object that numpy indexes, without a copy."""
-    import pyarrow
-
-    _, *buffers = column.buffers()
-    view = lambda buffer, kind: np.frombuffer(buffer or b"", kind)
-    if pyarrow.types.is_large_binary(column.type):
-        return _Bytes(view(buffers[0], np.int64), view(buffers[1], np.uint8))
-    if pyarrow.types.is_list(column.type):
-        values = view(buffers[2], column.type.value_type.to_pandas_dtype())
-        return _Lists(view(buffers[0], np.int32), values)
-    return view(buffers[0], column.type.to_pandas_dtype())
 
 
 def _beside(root: str, name: str) -> str:
