@@ -26,6 +26,7 @@ OWN = ".diffusion_jax"
 """The folder in a data set that holds what this package knows of the data set; see home.py."""
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
+_SLOW = 5e-5  # Seconds. More per file is a high latency.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
              "last_modified", "Last-Modified")  # fmt: skip
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
@@ -173,8 +174,11 @@ def stamps(paths: Sequence[str]) -> list[str]:
     paths = list(paths)
     group = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
     parts = [[paths[i] for i in part] for _, part in itertools.groupby(range(len(paths)), group)]
-    with ThreadPoolExecutor(32) as threads:  # Stores and shared disks have a high latency.
-        return [stamp for part in threads.map(_stamps, parts) for stamp in part]
+    start, found = time.monotonic(), [_stamps(part) for part in parts[:1]]
+    # Stores and shared disks have a high latency. Without one, threads take four times as long.
+    slow = time.monotonic() - start > _SLOW * len(parts[0] if parts else ())
+    with ThreadPoolExecutor(32 if slow else 1) as threads:
+        return list(itertools.chain(*found, *threads.map(_stamps, parts[1:])))
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
