@@ -267,6 +267,13 @@ class Evaluation(NamedTuple):
     judge: str = ""
     """The folder of a judge: a classifier that `python -m diffusion_jax.metrics train_judge`
     trained on your own captions."""
+    pickscore: str = ""
+    """The weights of PickScore, a CLIP, such as yuvalkirstain/PickScore_v1."""
+    hpsv2: str = ""
+    """A folder with OpenCLIP's ViT-H/14 and HPS_v2.1_compressed.pt, for HPSv2."""
+    aesthetic: str = ""
+    """A folder with OpenAI's ViT-L/14 and sac+logos+ava1-l14-linearMSE.pth, for LAION's aesthetic
+    score."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics to compute, such as fid and clip_score; () for all metrics whose
     references and weights are set. docs/evaluation.md lists the names."""

@@ -43,6 +43,27 @@ def geneval(file: str, prompts: Sequence[str], num_images: int) -> Layout:
     return Layout(names, {f"{folder}/metadata.jsonl": json.dumps(row) for folder, (_, row) in rows})
 
 
+def geneval2(file: str, prompts: Sequence[str], num_images: int) -> Layout:
+    """Return the layout of GenEval 2 (Kamath et al. 2025), pictures and a JSON file of their paths.
+
+    `file` is the benchmark's geneval2_data.jsonl. Raises ValueError for another file, for a prompt
+    that occurs twice, and for several pictures per prompt.
+    """
+    rows = [row for _, row in prompt_files.table(file)]
+    if num_images != 1 or not rows or any(not {"prompt", "vqa_list"} <= row.keys() for row in rows):
+        raise ValueError(
+            "--layout=geneval2 needs --num_images=1, and as --prompts the benchmark's "
+            f"geneval2_data.jsonl; they are {num_images} and {file}"
+        )
+    if len({*prompts}) < len(prompts):
+        raise ValueError(
+            f"--layout=geneval2 maps prompts to pictures, but {file} has prompts twice: get the "
+            "benchmark's prompts again"
+        )
+    names = [f"images/{n:05}.png" for n in range(len(prompts))]
+    return Layout(names, {"image_paths.json": json.dumps(dict(zip(prompts, names, strict=True)))})
+
+
 def dpg(file: str, prompts: Sequence[str], num_images: int) -> Layout:
     """Return the layout of DPG-Bench (Hu et al. 2024), a picture of 2x2 pictures for each prompt.
 
@@ -80,7 +101,7 @@ def t2i_compbench(file: str, prompts: Sequence[str], num_images: int) -> Layout:
 
 
 LAYOUTS: Mapping[str, Callable[[str, Sequence[str], int], Layout]] = {
-    "geneval": geneval, "dpg": dpg, "t2i_compbench": t2i_compbench,
+    "geneval": geneval, "geneval2": geneval2, "dpg": dpg, "t2i_compbench": t2i_compbench,
 }  # fmt: skip
 """Maps the name of a benchmark to a function of the file of prompts, the prompts, and the number of
 pictures per prompt."""

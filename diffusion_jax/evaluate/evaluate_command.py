@@ -407,7 +407,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     for subject in subjects if prompts else ():
         prompt_files.refuse_numbers(value("prompts"), subject.fields)
     names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
-             "dinov2", "dinov2_reference", "judge", "metrics")  # fmt: skip
+             "dinov2", "dinov2_reference", "judge", "pickscore", "hpsv2", "aesthetic",
+             "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 

@@ -25,6 +25,7 @@ from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.judges import judge as own_judge
 from diffusion_jax.metrics.judges import train as train_judge
+from diffusion_jax.metrics.preferences import PREFERENCES, Preference
 from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
@@ -37,7 +38,7 @@ FeaturesByKind = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
 """{judge's name: {table column: value}}."""
 _OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
-               "dinov2_reference", "judge")  # fmt: skip
+               "dinov2_reference", "judge", *PREFERENCES)  # fmt: skip
 _NO_FEATURES = (
     "{} needs features that the reference file does not hold: write the file with python -m "
     "diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
@@ -273,7 +274,8 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
             metric is not possible (see Scorer).
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
-    networks = (inception, clip, evaluation.dinov2, evaluation.judge)
+    preferred = {name: path for name in PREFERENCES if (path := getattr(evaluation, name))}
+    networks = (inception, clip, evaluation.dinov2, evaluation.judge, *preferred)
     if not any(networks) and not reference:
         raise ValueError(
             "no score is possible: set reference and inception for FID, clip for the CLIP score, "
@@ -320,6 +322,8 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
                 "-m diffusion_jax.metrics stats --clip=FOLDER --clip_mode=squash --keep_features`"
             )
         chosen["clip_image"] = clip_image
+    for name, path in preferred.items():
+        chosen[name] = _alone(name, PREFERENCES[name](path), card)
     real = None
     if evaluation.judge:
         trained = own_judge.load(evaluation.judge)
@@ -387,3 +391,8 @@ def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> FeatureJudge:
     cosines = clip_towers.pair_cosines(clip)
     extract = lambda images, prompts: (cosines(images, prompts),)
     return FeatureJudge(cards.make_card(clip.image, **card), ("clip",), extract)
+
+
+def _alone(name: str, preference: Preference, card: Mapping) -> FeatureJudge:
+    extract = lambda images, prompts: (preference.score(images, prompts),)
+    return FeatureJudge(cards.make_card(preference.network, **card), (name,), extract)

@@ -79,6 +79,11 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "judge", "", "A judge from `metrics train_judge`, for fd_judge and r1_judge."
         ),
+        flags.DEFINE_string("pickscore", "", "Weights of PickScore, such as a Hub name."),
+        flags.DEFINE_string("hpsv2", "", "A folder with OpenCLIP's ViT-H/14 and HPS_v2.1's .pt."),
+        flags.DEFINE_string(
+            "aesthetic", "", "A folder with OpenAI's ViT-L/14 and LAION's aesthetic .pth."
+        ),
         flags.DEFINE_string(
             "copies",
             "",

@@ -19,6 +19,8 @@ from diffusion_jax.files import untrusted
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
 """Fields that must be equal for scores to be comparable."""
+_ALWAYS_ALIKE = ("prompts",)
+"""Fields of ALIKE that no --allow lifts for HPSv2: its author demands equal prompts."""
 FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model",
         "resized")  # fmt: skip
 """Fields that describe the scored model and may differ between the rows of a table.
@@ -130,18 +132,19 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
         ValueError: another field of ALIKE differs, or the sets have no score in common.
     """
     cards = [item.card for item in scored.values()]
-    strict = [field for field in ALIKE if field not in allow]
-    for field, values in differing(cards, strict).items():
-        pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, values, strict=True))
-        raise ValueError(
-            f"the scores are not comparable: their {field} differs ({pairs}). To show them "
-            f"regardless, set --allow={field}"
-        )
     common = set.intersection(*(set(item.scores) for item in scored.values()))
     if not common:
         raise ValueError(
             f"{', '.join(scored)} have no score in common: compare files of the same metric"
         )
+    needed = _ALWAYS_ALIKE if "hpsv2" in common else ()
+    strict = [field for field in ALIKE if field not in allow or field in needed]
+    for field, values in differing(cards, strict).items():
+        pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, values, strict=True))
+        way = f"To show them regardless, set --allow={field}"
+        if field in needed:
+            way = "HPSv2 ranks pictures of the same prompts only: score both for the same prompts"
+        raise ValueError(f"the scores are not comparable: their {field} differs ({pairs}). {way}")
     shown = [*differing(cards, allow), *differing(cards, FREE)]
     return [
         {"name": name}

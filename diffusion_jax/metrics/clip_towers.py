@@ -15,7 +15,9 @@ from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import clip, clip_weights, tokenize
 from diffusion_jax.weights import pretrained, torch_weights
 
-PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash}
+PREPROCESSING = {
+    "open_clip": preprocess.open_clip, "squash": preprocess.squash, "pad": preprocess.pad,
+}  # fmt: skip
 
 
 class ClipExtractors(NamedTuple):
@@ -29,15 +31,18 @@ class ClipExtractors(NamedTuple):
 
 
 def load(
-    weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip"
-) -> ClipExtractors:
+    weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip",
+    file: pathlib.Path | None = None,
+) -> ClipExtractors:  # fmt: skip
     """Load both towers of a CLIP model in float32.
 
     Args:
         weights: a folder, or the name of a Hugging Face Hub repository.
         name: name of the model, shown in score tables as "clip_NAME". The default is the last part
             of `weights`.
-        preprocessing: "open_clip", used by MLPerf and NeMo, or "squash", used by CMMD.
+        preprocessing: "open_clip", used by MLPerf and NeMo, "squash", used by CMMD, or "pad", used
+            by HPSv2.
+        file: a torch checkpoint with other weights for the CLIP in `weights`.
 
     Raises:
         FileNotFoundError: the weights, the config or the tokenizer are missing.
@@ -49,7 +54,7 @@ def load(
             f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}"
         )
     folder = pretrained.locate(weights)
-    opened = clip_weights.open_clip(folder)
+    opened = clip_weights.open_clip(folder, file)
     with pretrained.errors_of(folder):
         image_tower, image_table = clip.image_tower(opened)
         text_tower, text_table = clip.text_tower(opened)
@@ -58,7 +63,7 @@ def load(
     tokenizer = tokenize.clip(folder, open_clip=opened.pads_with_0)
     prepare = PREPROCESSING[preprocessing](image_tower.image_size)
     name = name or str(weights).rstrip("/").rpartition("/")[2]
-    digest = _digest(folder)
+    digest = hash_of([file]) if file else _digest(folder)
 
     def extractor(tower, table, preprocessing, prepare):
         state = clip_weights.tower_state(opened, table)
@@ -108,8 +113,13 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
+    return hash_of(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")))
+
+
+def hash_of(paths: Sequence[pathlib.Path]) -> str:
+    """Return the SHA-256 of the contents of files, one after another, as hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+    for path in paths:
         with path.open("rb") as file:
             while chunk := file.read(2**24):
                 digest.update(chunk)

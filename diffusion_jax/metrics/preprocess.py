@@ -89,6 +89,24 @@ def squash(size: int) -> Prepare:
     return lambda images: _normalise_clip(bicubic_square(size)(images))
 
 
+def pad(size: int) -> Prepare:
+    """Return HPSv2's preprocessing: resize the longer side to `size`, then pad with black.
+
+    The resize is an antialiased bicubic on floats, as torchvision's of tensors since version 0.17,
+    without rounding. The output is normalised with CLIP's mean and standard deviation.
+    """
+
+    def prepare(images: Images) -> Float[Array, "B S S 3"]:
+        sides = images.shape[1:3]
+        new = [round(side * size / max(sides)) for side in sides]
+        x = _resample(images, *map(_pillow_bicubic, sides, new))
+        before = [(size - side) // 2 for side in new]
+        after = [size - side - left for side, left in zip(new, before, strict=True)]
+        return _normalise_clip(jnp.pad(x, ((0, 0), *zip(before, after, strict=True), (0, 0))))
+
+    return prepare
+
+
 def bicubic_square(size: int) -> Prepare:
     """Return a function that resizes to a square with Pillow's antialiased bicubic on floats.
 

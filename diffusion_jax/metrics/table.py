@@ -30,7 +30,8 @@ class Metric(NamedTuple):
     """Name of the features that `score` takes.
 
     "inception", "inception_spatial", "inception_unbiased", "dinov2" and "clip_image" are image
-    features. "clip" is the cosine between image and prompt. A trained judge gives "judge" (its
+    features. "clip" is the cosine between image and prompt. "pickscore", "hpsv2" and "aesthetic"
+    are scores of single images (preferences.py). A trained judge gives "judge" (its
     image vectors) and "nearest" (whether an image is nearest to its own caption). The judge of the
     coloured digits gives "digits" (its features) and "right" (whether digit, ink and paper are
     right)."""
@@ -94,6 +95,9 @@ METRICS: dict[str, Metric] = {
     "kid": Metric("KID", "inception", mmd.score_kid, _features, True, least=2, public_weights=True),
     "cmmd": Metric("CMMD", "clip_image", mmd.score_cmmd, _features, True),
     "clip_score": Metric("CLIP score", "clip", clip_score.score),
+    "pickscore": Metric("PickScore", "pickscore", clip_score.score),
+    "hpsv2": Metric("HPSv2", "hpsv2", clip_score.score),
+    "aesthetic": Metric("LAION's aesthetic score", "aesthetic", clip_score.score),
     "seen_prompt_accuracy": Metric(
         "all right, prompts seen", "right", accuracy.all_right, axis=_ALL_RIGHT, group="seen"
     ),
@@ -120,6 +124,7 @@ METRICS: dict[str, Metric] = {
     "fd_judge": Metric("Fréchet distance (judge)", "judge", fid.score, _moments, True, least=2),
     "r1_judge": Metric("own caption the nearest (judge)", "nearest", accuracy.all_right),
     "fd_dinov2": Metric("FD-DINOv2", "dinov2", fid.score, _moments, True, least=2),
+    "dino_mmd": Metric("DINO-MMD", "dinov2", mmd.score_cmmd, _features, True),
     "fid_infinity": Metric(
         "FID at infinitely many images", "inception", fid.score_at_infinity, _moments, True,
         least=20, public_weights=True, by_name=True,

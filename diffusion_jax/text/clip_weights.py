@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffusion_jax.files import untrusted
-from diffusion_jax.weights import pretrained, torch_weights
+from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV, Entry, StateDict
 
 TEXT, VISION = "text_model", "vision_model"
@@ -41,8 +41,8 @@ class ClipWeights(NamedTuple):
     token."""
 
 
-def open_clip(folder: pathlib.Path) -> ClipWeights:
-    """Open the CLIP weights in a folder.
+def open_clip(folder: pathlib.Path, file: pathlib.Path | None = None) -> ClipWeights:
+    """Open the CLIP weights in a folder, or in `file`, to which the folder's config applies.
 
     The config is config.json, or open_clip_config.json if the weights have OpenCLIP's names.
 
@@ -50,7 +50,7 @@ def open_clip(folder: pathlib.Path) -> ClipWeights:
         FileNotFoundError: the folder has no weights or no config.
         ValueError: the weights are not CLIP's, or disagree with the config.
     """
-    state = pretrained.open_weights(folder)
+    state = torch_files.read_state_dict(file) if file else pretrained.open_weights(folder)
     open_clip_config = folder / "open_clip_config.json"
     has_open_clip_config = is_open_clip(state) and open_clip_config.is_file()
     path = open_clip_config if has_open_clip_config else folder / "config.json"

@@ -65,6 +65,22 @@ def test_geneval_finds_its_metadata_and_the_pictures_of_each_prompt(tmp_path):
     assert (out / "00002" / "samples" / "0003.png").is_file()
 
 
+def geneval2_file(tmp_path, prompts=PROMPTS):
+    file = tmp_path / "geneval2_data.jsonl"
+    rows = [{"prompt": p, "atom_count": 1, "vqa_list": [["Is it?", "Yes"]]} for p in prompts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_geneval2_finds_the_picture_of_each_prompt_in_a_json_file(tmp_path):
+    """As its evaluation.py reads --image_filepath_data in the folder of the pictures."""
+    out = drawn(tmp_path, "geneval2", geneval2_file(tmp_path), 1)
+    paths = json.loads((out / "image_paths.json").read_text())
+    assert {prompt: colour(out / path) for prompt, path in paths.items()} == dict(
+        zip(PROMPTS, (0, 10, 20), strict=True)
+    )
+
+
 @pytest.mark.parametrize("num_images", [1, 4])
 def test_dpg_bench_crops_the_pictures_of_each_prompt_in_their_order(tmp_path, num_images):
     """As compute_dpg_bench.py crops them, with --pic-num=1 or 4."""
@@ -119,6 +135,7 @@ def test_dpg_bench_needs_square_pictures_and_layouts_the_last_stage_alone(tmp_pa
         ("geneval", 4, "needs GenEval's evaluation_metadata.jsonl as --prompts, but .*prompts.txt"),
         ("dpg", 4, "as --prompts the benchmark's folder dpg_bench/prompts; they are 4 and"),
         ("dpg", 3, r"needs --num_images=4 \(or 1, for PIC_NUM=1\).*; they are 3 and"),
+        ("geneval2", 1, "as --prompts the benchmark's geneval2_data.jsonl; they are 1 and"),
         ("t2i_compbench", 1, "file names, but 'a_b' in .* contains _ or /"),
     ],
 )
@@ -127,3 +144,11 @@ def test_prompts_that_do_not_fit_a_layout_are_an_error(tmp_path, name, num_image
     file.write_text("a red cube\na_b\n")
     with pytest.raises(ValueError, match=message):
         layouts.LAYOUTS[name](str(file), prompt_files.read(file), num_images)
+
+
+def test_geneval2_takes_one_picture_per_prompt_and_each_prompt_once(tmp_path):
+    file = geneval2_file(tmp_path, ["a cow", "a cow"])
+    with pytest.raises(ValueError, match=r"needs --num_images=1, .*; they are 4 and"):
+        layouts.geneval2(str(file), prompt_files.read(file), 4)
+    with pytest.raises(ValueError, match="has prompts twice"):
+        layouts.geneval2(str(file), prompt_files.read(file), 1)

@@ -1,5 +1,7 @@
 """Cards and tables of scores. Only an official FID is named fid, and scores must be comparable."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from diffusion_jax.metrics import cards, table
@@ -53,6 +55,14 @@ def test_a_table_with_scores_of_different_settings_is_an_error_that_names_the_fi
     with pytest.raises(ValueError, match=message):
         cards.table(scored)
     assert cards.table(scored, allow=[field])[1] == {"name": "two", field: "other", "fd_toy": 2.0}
+
+
+def test_hpsv2_is_never_compared_for_other_prompts():
+    two = Scored({"hpsv2": 28.0, "fd_toy": 2.0}, card() | {"prompts": "other"})
+    for scores, refused in (({"hpsv2": 27.0}, True), ({"fd_toy": 1.0}, False)):
+        scored = {"one": Scored(scores, card()), "two": two}
+        with pytest.raises(ValueError, match="HPSv2 ranks") if refused else nullcontext():
+            assert len(cards.table(scored, allow=["prompts"])) == 2
 
 
 def test_a_table_of_scores_without_a_common_name_is_an_error():
