@@ -87,6 +87,11 @@ def stopping(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[i
         reading.close()
 
 
+def received() -> bool:
+    """Return whether this process has received a signal to stop."""
+    return bool(_received)
+
+
 def exit_code() -> int:
     """Return the exit code after a stop: 128 + N for signal N, 143 if another process got it."""
     return 128 + _received[0] if _received else exits.PREEMPTED

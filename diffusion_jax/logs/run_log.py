@@ -231,6 +231,16 @@ def read_starts(workdir: str | os.PathLike[str]) -> list[goodput.Start]:
     return goodput.starts(read_manifest(workdir), lines)
 
 
+def read_cpu_seconds(workdir: str | os.PathLike[str], step: int) -> float:
+    """Return the CPU seconds of a run's steps up to `step`, according to its metrics."""
+    metrics, before, total = files.path(workdir) / METRICS, 0, 0.0
+    for line in read_sound_metrics(metrics) if metrics.exists() else []:
+        if "cpu_seconds_per_step" in line and line["step"] <= step:
+            total += line["cpu_seconds_per_step"] * (line["step"] - before)
+            before = line["step"]
+    return total
+
+
 def begin_from(
     workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str, averages_from: int = 0
 ) -> None:

@@ -6,6 +6,7 @@ a checkpoint and stops. If a step hangs, a watchdog ends the process.
 
 import contextlib
 import functools
+import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,12 @@ from diffusion_jax.draw.program import make_draw
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.files.manifest import read_averages_from
 from diffusion_jax.logs import events
-from diffusion_jax.logs.run_log import MetricWriter, write_manifest, write_seconds
+from diffusion_jax.logs.run_log import (
+    MetricWriter,
+    read_cpu_seconds,
+    write_manifest,
+    write_seconds,
+)
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
@@ -96,6 +102,7 @@ class CompiledStep(NamedTuple):
 def train(
     inputs: RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     config: Mapping[str, Any], trace: Trace = NO_TRACE, program: CompiledStep | None = None,
+    cpu_seconds: float = math.inf,
 ) -> TrainState:  # fmt: skip
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
@@ -108,9 +115,12 @@ def train(
         config: The run's config, which is written to the manifest and the checkpoints.
         trace: The steps to trace for xprof.
         program: The step that `warm_up` compiled for the same task and settings; None: compile it.
+        cpu_seconds: The run also ends once its steps, those of earlier starts included, have taken
+            this CPU time. With several processes, this must be infinite.
 
     Returns:
-        The last state. After a signal (see `stop_signals`) its step is below `run.steps`.
+        The last state. After a signal (see `stop_signals`), or if the CPU time is spent, its step
+        is below `run.steps`.
 
     Raises:
         NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
@@ -147,7 +157,8 @@ def train(
             attempt(workdir),
         )  # fmt: skip
         missing = measurements.missing(first_step)
-        if first_step >= run.steps:
+        cpu_seconds -= read_cpu_seconds(workdir, first_step)
+        if first_step >= run.steps or cpu_seconds <= 0:
             if missing:
                 with contextlib.closing(MetricWriter(workdir, config, first_step)) as writer:
                     measurements.take(missing, first_step, state, writer)
@@ -201,7 +212,7 @@ def train(
                 state, metrics = chosen.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics, chosen.flops)
-            stopped = should_stop(step)
+            stopped = should_stop(step) or progress.cpu_seconds() >= cpu_seconds
             last = stopped or step == run.steps
 
             # Report the metrics. A skipped step is noticed IN_FLIGHT steps later, so that the host

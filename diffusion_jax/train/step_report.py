@@ -99,6 +99,11 @@ class StepReport:
         self._num_devices, self._flops = num_devices, 0.0
         self._metrics: list[Metrics] = []
         self._since, self._waited = _clocks(), 0.0
+        self._cpu_seconds = 0.0
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds that all steps of this start have taken, in all threads."""
+        return self._cpu_seconds + float((_clocks() - self._since)[1])
 
     def add(self, metrics: Metrics, flops: float) -> None:
         """Add a step's metrics, and the number of its floating-point operations.
@@ -113,6 +118,7 @@ class StepReport:
     def report(self, step: int) -> None:
         """Write the mean metrics since the last report, and log a progress line."""
         metrics = jax.device_get(self._metrics)
+        self._cpu_seconds = self.cpu_seconds()
         seconds, cpu_seconds = ((_clocks() - self._since) / len(metrics)).tolist()
         scalars = mean_metrics(metrics)
         device = jax.local_devices()[0]

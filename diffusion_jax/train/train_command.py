@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import pathlib
 import shlex
 import sys
@@ -81,6 +82,11 @@ def command(
     ignore_memory = flags.DEFINE_bool(
         "ignore_memory", False, "Train even if a step seems to need more memory than a device has."
     )
+    cpu_minutes = flags.DEFINE_float(
+        "cpu_minutes", math.inf, "End the run, with a checkpoint, once all of its steps have taken "
+        "this CPU time in all threads: for fair comparisons on a shared CPU.",
+        lower_bound=0,
+    )  # fmt: skip
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
         "profile_steps",
@@ -99,6 +105,8 @@ def command(
                 trace = Trace(workdir / FOLDER, parse(profiled.value))
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
+                if cpu_minutes.value < math.inf and jax.process_count() > 1:
+                    raise ValueError("--cpu_minutes works in a run of one process only: remove it")
                 source = continuing.find(workdir, continue_from.value, values)
                 s, unread = watched(read(values), (*_WATCHED, *_OPTIONAL))
                 trained = "unet" if hasattr(s, "unet") else "vae"
@@ -159,8 +167,14 @@ def command(
                 continuing.write_first_checkpoint(
                     source, inputs, s.run, s.optimizer, mesh, workdir, values
                 )
-            state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, values, trace)
-        exit_if_stopped(state, s.run.steps)
+            limit = 60 * cpu_minutes.value
+            state = loop.train(
+                inputs, s.run, s.optimizer, mesh, workdir, values, trace, cpu_seconds=limit
+            )
+        if limit == math.inf or stop_signals.received():
+            exit_if_stopped(state, s.run.steps)
+        elif int(state.step) < s.run.steps:
+            logging.info("step %d: --cpu_minutes=%g are spent", state.step, cpu_minutes.value)
         if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):
             logging.info("where the time went: %s", times)
         logging.info("done: %s", workdir)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import types
@@ -58,7 +59,7 @@ def test_the_default_average_of_a_short_run_follows_the_parameters(tmp_path):
 
 def train(
     workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, traced=range(0),
-    settings=OPTIMIZER, **changes
+    settings=OPTIMIZER, cpu_seconds=math.inf, **changes
 ):  # fmt: skip
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
@@ -69,7 +70,9 @@ def train(
     with batches:
         inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, start)
         steps = trace.Trace(workdir / trace.FOLDER, traced)
-        state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps)
+        state = loop.train(
+            inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps, cpu_seconds=cpu_seconds
+        )
     return jax.device_get(state)
 
 
@@ -432,6 +435,18 @@ def test_missing_sheets_and_scores_are_made_when_a_run_is_resumed(tmp_path):
         train(tmp_path, steps=4, evaluation=scoring, **changes | {"sample_every": 2})
     assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
+
+
+def test_a_run_ends_once_the_steps_of_all_starts_have_taken_the_cpu_time(tmp_path):
+    assert train(tmp_path, steps=6, cpu_seconds=1e-6).step == 1
+    lines = run_log.read_metrics(tmp_path / "metrics.jsonl")
+    spent = run_log.read_cpu_seconds(tmp_path, 1)
+    assert spent == lines[0]["cpu_seconds_per_step"] > 1e-4
+    assert train(tmp_path, steps=6, cpu_seconds=spent).step == 1  # Nothing is left to train.
+    assert train(tmp_path, steps=6, cpu_seconds=spent + 1e-6).step == 2
+    assert train(tmp_path, steps=6).step == 6
+    later = run_log.read_cpu_seconds(tmp_path, 6)
+    assert later > run_log.read_cpu_seconds(tmp_path, 2) > spent
 
 
 def test_examples_are_drawn_in_batches(tmp_path, monkeypatch):
