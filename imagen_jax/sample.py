@@ -43,6 +43,7 @@ from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
+from diffusion_jax.metrics import images as pictures_of
 from imagen_jax import cascade
 
 _WORKDIR = flags.DEFINE_multi_string(
@@ -51,7 +52,9 @@ _WORKDIR = flags.DEFINE_multi_string(
 _EMBEDDINGS = flags.DEFINE_multi_string(
     "embeddings", [], "A file with the embedding of one text; may be repeated."
 )
-_LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge, one per text.")
+_LOW_RES = flags.DEFINE_multi_string(
+    "low_res", [], "A picture to enlarge, one per text, or a folder with the pictures of all texts."
+)
 _PICTURES = input_pictures.define()
 _STRENGTH = flags.DEFINE_list(
     "strength",
@@ -90,9 +93,10 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         warn_of_cuts(model.stages[0].encoder, prompts)
         model.warn_of_words(prompts)
     captions, texts = (prompts, prompts) if prompts else _embeddings()
-    paths = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
+    small = [path for name in _LOW_RES.value for path in pictures_of.paths_in(name)]
+    paths = {"embeddings": _EMBEDDINGS.value, "low_res": small}
     paths |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
+    images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in small]
     if images and len(images) != len(captions):
         raise ValueError(
             f"--low_res has {len(images)} pictures for {len(captions)} texts: give one per text"

@@ -5,7 +5,7 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -60,6 +60,16 @@ def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
         FileNotFoundError: the folder does not exist.
         ValueError: the folder has no images.
     """
+    paths, masks = _listed(folder)
+    read = lambda i: (paths[i].read_bytes(), str(paths[i]))
+    left_out = lambda: {"unused_mask": len(masks)} if masks else {}
+    return ImageFiles(
+        len(paths), read, left_out, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
+    )
+
+
+def _listed(folder: str | os.PathLike[str]) -> tuple[list[pathlib.Path], Collection[str]]:
+    """Return the paths of a folder's images, and the names of masks among its files."""
     root = files.local(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}")
@@ -70,11 +80,7 @@ def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
         folders = any(path.is_dir() for path in root.iterdir())
         subfolders = "; it has subfolders: choose one of them" if folders else ""
         raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{subfolders}")
-    read = lambda i: (paths[i].read_bytes(), str(paths[i]))
-    left_out = lambda: {"unused_mask": len(masks)} if masks else {}
-    return ImageFiles(
-        len(paths), read, left_out, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
-    )
+    return paths, masks
 
 
 def natural(name: str) -> list[tuple[bool, Any]]:
@@ -96,6 +102,18 @@ def check_order(folder: str) -> None:
                 f"the order of {one.name} and {two.name} in {folder} is ambiguous, so they cannot "
                 "be paired with prompts: rename them"
             )
+
+
+def paths_in(folder: str) -> list[str]:
+    """Return the paths of a folder's images in their order. See `folder_files` and `check_order`.
+
+    Another path is returned alone. Raises ValueError if the folder has no images, or no order.
+    """
+    root = files.local(folder)
+    if not root.is_dir():
+        return [folder]
+    check_order(folder)
+    return [str(path) for path in _listed(folder)[0]]
 
 
 def _image_paths(root: pathlib.Path) -> list[pathlib.Path]:

@@ -152,6 +152,15 @@ def test_a_later_stage_can_start_from_pictures_on_disk(trained, drawn, enlarger,
     same, other = (np.abs(larger - image).mean() for image in images[:2])
     # The distance to other pictures varies, because the first stage has a random number of steps.
     assert same < 0.5 and other > 20 * same, (same, other)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name, line in zip(("10.png", "9.png"), lines, strict=False):
+        shutil.copy(out / line["smaller"][0], folder / name)
+    prompts = (f"--prompt={PROMPTS[0]}", f"--prompt={PROMPTS[0]}")
+    named = (f"--workdir={enlarger}", f"--low_res={folder}", *prompts, *arguments[2:])
+    pair, both_larger = draw(tmp_path / "pair", *named)
+    assert [line["low_res"] for line in pair] == [str(folder / n) for n in ("9.png", "10.png")]
+    assert np.abs(both_larger[1] - images[0]).mean() < np.abs(both_larger[0] - images[0]).mean()
     both = imagen_jax.load(trained, enlarger)
     assert both.enlarger == (1, 16) and imagen_jax.load(trained).enlarger is None
     opened = Image.open(first)
