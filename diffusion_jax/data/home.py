@@ -276,8 +276,8 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
     others = (path for path in own.files() if path not in present)
     if missing := [path for path in others if not files.path(path).exists()]:
         raise ValueError(
-            f"{len(missing)} files of the {len(own)} pictures of this run are missing: "
-            f"{', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
+            f"the {len(own)} pictures of this run lie in files of which {len(missing)} no longer "
+            f"exist, such as {', '.join(missing[:3])}. Restore them, or start a new run, which keeps the weights "
             "with --continue_from"
         )
     came = len(found) - len(own)
