@@ -35,6 +35,7 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.memory import Traced
 from launch import accelerators
@@ -124,7 +125,7 @@ def table(target: str, f: dict[str, Any]) -> str:
     if source == "compiled":
         source += f"; the model predicts {size(f['temporary_modelled'])}"
     rows = [
-        ("target", f"{target}, {f['target']['devices']} devices; mesh {mesh}"),
+        ("target", f"{target}, {counted(f['target']['devices'], 'device')}; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
