@@ -114,10 +114,10 @@ def _read(files: flags.ArgumentParser, argument: str, flag: str) -> Any:
 
 
 def run(main: Callable[[], None], advice: str = "write flags as --NAME=VALUE") -> None:
-    """Run the main function of a command that takes flags only; see `run_with_arguments`.
+    """Run the main function of a command that takes flags only, as `run_with_arguments` does.
 
-    For other arguments, the command ends with an error message that contains `advice`, in which {}
-    stands for the first argument.
+    If the user gives anything but flags, the command ends with an error message that contains
+    `advice`, in which {} stands for the first such argument.
     """
 
     def checked(argv: list[str]) -> None:

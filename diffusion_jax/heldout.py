@@ -179,7 +179,10 @@ def open_run(
     base: str | None = None,
     data: str = "",
 ) -> OpenedRun:
-    """Open a run; see `measure_run` for the arguments and errors."""
+    """Open a run to measure its held-out loss. Takes the arguments of `measure_run`.
+
+    Raises ValueError or OSError if the run or its data cannot be read.
+    """
     config = runs.load(workdir)
     if base is not None:
         config["unet"] |= {"weights": base}

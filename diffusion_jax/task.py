@@ -65,7 +65,8 @@ class Task(NamedTuple):
     """Maps the arguments of `sample` to SamplerInputs, which hold the sampler's arguments.
     `sample` calls this function."""
     constrain: Callable[[Params], Params] = lambda params: params
-    """Maps updated parameters to those that a training step returns, as for weights of length 1."""
+    """Projects updated parameters, such as weights that must keep length 1. A training step returns
+    its result."""
 
 
 def to_range(

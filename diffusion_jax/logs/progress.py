@@ -55,7 +55,7 @@ class Meter:
             self.log()
 
     def log(self) -> None:
-        """Log a line now."""
+        """Log the count, the rate and the time left, without waiting for the interval."""
         logging.info("%s%s", self._name, self._line(time.monotonic() - self._start))
 
     def _line(self, seconds: float) -> str:

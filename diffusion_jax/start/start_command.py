@@ -142,7 +142,7 @@ def until(limit: float, measure: Callable[[], T], otherwise: Callable[[], object
             with cli.bad_input():
                 otherwise()
             stop_signals.end(0)
-        except Exception:  # A bug.
+        except Exception:  # A bug: show its traceback, then end the process below.
             traceback.print_exc()
         finally:
             stop_signals.end(exits.REFUSED)

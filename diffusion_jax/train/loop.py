@@ -242,7 +242,6 @@ def train(
                 write_seconds(workdir, progress.seconds)
                 break
 
-            # Get the next batch.
             with progress.waiting():
                 batch = to_global(next(batches), batch_sharding(mesh))
     return state
@@ -255,7 +254,7 @@ def make_step(
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
     The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. It
-    makes `passes` passes. For `averages_from`, see `make_train_step`.
+    makes `passes` passes. The averages begin at step `averages_from`.
     """
     step = make_train_step(
         task.loss,

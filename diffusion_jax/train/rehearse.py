@@ -51,7 +51,7 @@ def rehearse(
     """Trace everything that a run will compute, and return a report on the run.
 
     Args:
-        inputs: The inputs of the run, as for training.
+        inputs: The model, the batches and the examples that training would use.
         run: The run's steps, batch size and intervals.
         settings: The optimizer, and the micro batch.
         mesh: The devices of the run.
@@ -320,9 +320,9 @@ def _workdir(
 ) -> ReportLines:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
-    `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.
-    Raises ValueError if the run cannot write to the workdir, or cannot continue from its
-    checkpoints.
+    `usage` is the disk space of the finished run. `alone`: training will not follow, so damaged
+    checkpoints are searched here. Raises ValueError if the run cannot write to the workdir, or
+    cannot continue from its checkpoints.
     """
     if jax.process_index() == 0 or not files.store_path(workdir):
         files.check_writable(workdir, "--workdir")
