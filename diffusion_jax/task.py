@@ -36,7 +36,7 @@ class Measure(NamedTuple):
     """n -> n quantiles of the distribution of sigma in training."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Losses, Losses]]
     """(params, frozen, batch, one key per image, one level per image) -> the unweighted loss and
-    the v-loss of each image (see Objective.errors). No text is dropped."""
+    the v-loss of each image, as Objective.errors defines them. No text is dropped."""
 
 
 class Task(NamedTuple):

@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def table(target: str, f: dict[str, Any]) -> str:
-    """Format the numbers `f` of a plan (see `estimate.plan`) as a table for `target`."""
+    """Format the numbers of a plan, which `estimate.plan` returns, as a table for `target`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
     size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"

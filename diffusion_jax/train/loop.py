@@ -110,7 +110,7 @@ def train(
         program: The step that `warm_up` compiled for the same task and settings; None: compile it.
 
     Returns:
-        The last state. After a signal (see `stop_signals`) its step is below `run.steps`.
+        The last state. After a signal, such as SIGTERM, its step is below `run.steps`.
 
     Raises:
         NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
@@ -311,8 +311,8 @@ def compiled_all(
 ) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
-    `options` are XLA's options for the step (see `autotuning`). Returns the compiled steps, keyed
-    by the shapes of their batch (see `shapes_of`).
+    `options` are XLA's options for the step, which `autotuning` chooses. Returns the compiled
+    steps, keyed by the shapes of their batch.
     """
     programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key), options)}
     examples = batches.examples()
@@ -336,8 +336,8 @@ def shapes_of(batch: Mapping[str, Any]) -> BatchShapes:
 def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> CompiledStep:
     """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
-    `options` are XLA's options for the step (see `autotuning`). All processes wait until each of
-    them has compiled the step.
+    `options` are XLA's options for the step, which `autotuning` chooses. All processes wait until
+    each of them has compiled the step.
     """
     logging.info("compiling the step ...")
     times = [time.time()]
