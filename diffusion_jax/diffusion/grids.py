@@ -104,7 +104,7 @@ def check(noise: Noise, name: str) -> None:
 
 
 def ldm(noise: Noise, s: "Sampler", *rest: Any) -> Spaced:
-    """Compute n + 1 levels at LDM's times on a discrete schedule, which `leading_times` gives.
+    """Compute n + 1 levels at LDM's times on a discrete schedule.
 
     On a continuous schedule, this function equals `leading`.
     """
