@@ -59,8 +59,8 @@ class Timing(NamedTuple):
     passes: int = 1
     """The number of passes of a step."""
     gpu: Mapping[str, float] = {}
-    """Of a GPU: "watts" and "mhz" while the steps ran (see `measure.gpu_power`), and with
-    --l2_fetch "l2_fetch", as CUDA reports it."""
+    """A GPU's power ("watts") and clock ("mhz") while the steps ran. With --l2_fetch, also
+    "l2_fetch", the size that CUDA reports."""
 
     @property
     def first(self) -> float:

@@ -33,6 +33,7 @@ from etils import epath
 from diffusion_jax import cli, files, runs
 from diffusion_jax.devices import sharding
 from diffusion_jax.logs import progress
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import finetune, new_run, power_averages, restore
@@ -54,7 +55,7 @@ def describe(workdir: str, step: int | None = None) -> str:
     rows = [
         ("snapshots", f"{len(snapshots)} in {root.parent / restore.SNAPSHOTS}{span}"),
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
-        ("at step", f"{at:,}, computed from the {len(sources)} averages stored up to this step:"),
+        ("at step", f"{at:,}, computed from {counted(len(sources), 'average')} stored before:"),
     ]
     widths = (power_averages.width_of(name) or 0.0 for *_, name in sources)
     for width in sorted({*_TABLE, *widths}):

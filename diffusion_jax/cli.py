@@ -114,10 +114,10 @@ def _read(files: flags.ArgumentParser, argument: str, flag: str) -> Any:
 
 
 def run(main: Callable[[], None], advice: str = "write flags as --NAME=VALUE") -> None:
-    """Run the main function of a command that takes flags only; see `run_with_arguments`.
+    """Run the main function of a command that takes flags only, as `run_with_arguments` does.
 
-    For other arguments, the command ends with an error message that contains `advice`, in which {}
-    stands for the first argument.
+    If the user gives anything but flags, the command ends with an error message that contains
+    `advice`, in which {} stands for the first such argument.
     """
 
     def checked(argv: list[str]) -> None:
@@ -171,6 +171,7 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
 def interruptible() -> Iterator[None]:
     """Make Ctrl-C end this process with one line and exit code 130; a second one ends it at once.
 
+    If nobody reads the output any more, the process ends without a message (exits.unless_unread).
     Every command enters this context first, so it also hides secrets in the URLs of the flags.
     """
     for argv in (sys.argv, sys.orig_argv):
@@ -180,7 +181,8 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _ended.clear()
     try:
-        yield
+        with exits.unless_unread():
+            yield
     except KeyboardInterrupt:
         _ended.set()
         before = signal.SIG_DFL
@@ -283,6 +285,8 @@ def bad_input(
     except (*usual, *more) as error:
         if distributed.is_disconnection(error):
             raise
+        if isinstance(error, BrokenPipeError) and exits.is_unread():
+            raise  # For `interruptible`.
         _end(error, code)
     except MemoryError as error:
         _end(

@@ -28,10 +28,11 @@ def main(package: str) -> None:
         message = f"unknown command {word!r}: write python -m {package}.{meant}; commands: {listed}"
         print(f"error: {message}", file=sys.stderr)
         sys.exit(exits.REFUSED)
-    print(f"python -m {package}.COMMAND --help describes a command and its flags.\n")
-    _print(own)
-    print("\nCommands for the models of all packages:\n")
-    _print(shared)
+    with exits.unless_unread():
+        print(f"python -m {package}.COMMAND --help describes a command and its flags.\n")
+        _print(own)
+        print("\nCommands for the models of all packages:\n")
+        _print(shared)
 
 
 def find(package: str) -> dict[str, str]:

@@ -85,7 +85,7 @@ def make_scorer(
     """Return a function that maps a model's parameters to its held-out losses, keyed by name.
 
     The keys "loss" and "v_loss" are means over all noise levels; "loss/sigma_S" and
-    "v_loss/sigma_S" are the losses at each level S (see the module's docstring). A row is one
+    "v_loss/sigma_S" are the losses at each level S. A row is one
     record at one noise level. The function processes `batch_size` rows at a time and computes the
     loss of each row in float32. The means are taken in float64, in an order that does not depend on
     the number of devices.
@@ -179,7 +179,10 @@ def open_run(
     base: str | None = None,
     data: str = "",
 ) -> OpenedRun:
-    """Open a run; see `measure_run` for the arguments and errors."""
+    """Open a run to measure its held-out loss. Takes the arguments of `measure_run`.
+
+    Raises ValueError or OSError if the run or its data cannot be read.
+    """
     config = runs.load(workdir)
     if base is not None:
         config["unet"] |= {"weights": base}

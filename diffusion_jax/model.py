@@ -105,7 +105,7 @@ class System(abc.ABC):
         return denoise
 
     def constrain(self, params: Params) -> Params:
-        """Return the parameters to use after an update of a training step (see Task)."""
+        """Project the updated parameters; training goes on with the result."""
         return params
 
 

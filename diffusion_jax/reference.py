@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion_jax import systems
+from diffusion_jax import exits, systems
 from diffusion_jax.config import named, ranges
 from diffusion_jax.config.field_docs import FieldDoc, fields, sentences
 from diffusion_jax.config.settings import Run
@@ -161,4 +161,5 @@ def _names(path: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    with exits.unless_unread():
+        print(page(), end="")

@@ -41,7 +41,7 @@ def find(name: str) -> SystemEntry:
     """Return a system by its name PACKAGE or PACKAGE.PART, from the table PACKAGE.settings.SYSTEMS.
 
     Raises:
-        ValueError: If there is no such system, or configs may not name it (see `own_modules`).
+        ValueError: If there is no such system, or configs may not name its package.
     """
     package = name.partition(".")[0]
     try:

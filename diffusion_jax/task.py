@@ -36,7 +36,7 @@ class Measure(NamedTuple):
     """n -> n quantiles of the distribution of sigma in training."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Losses, Losses]]
     """(params, frozen, batch, one key per image, one level per image) -> the unweighted loss and
-    the v-loss of each image (see Objective.errors). No text is dropped."""
+    the v-loss of each image, as Objective.errors defines them. No text is dropped."""
 
 
 class Task(NamedTuple):
@@ -65,7 +65,8 @@ class Task(NamedTuple):
     """Maps the arguments of `sample` to SamplerInputs, which hold the sampler's arguments.
     `sample` calls this function."""
     constrain: Callable[[Params], Params] = lambda params: params
-    """Maps updated parameters to those that a training step returns, as for weights of length 1."""
+    """Projects updated parameters, such as weights that must keep length 1. A training step returns
+    its result."""
 
 
 def to_range(

@@ -4,9 +4,10 @@
 
 The command compares the loss on pictures that were held out of training (config.data.heldout) with
 the loss on as many training pictures: a model that memorises is better on the latter. It draws the
-config's prompts, and writes a sheet that shows each drawn picture above the training picture whose
-pixels are nearest. With a judge (diffusion_jax.metrics train_judge), it also says how many of the
-drawn pictures fit their captions. For a cascade, repeat --workdir: the losses of all stages are
+config's prompts, and writes a sheet of the drawn pictures that are nearest to training pictures,
+each above the training picture whose pixels are nearest. With a judge (diffusion_jax.metrics
+train_judge), it also says how many of the drawn pictures fit their captions, and how often the
+judge is right about real pictures. For a cascade, repeat --workdir: the losses of all stages are
 compared, and the pictures of the last one.
 """
 
@@ -33,6 +34,7 @@ from diffusion_jax.metrics.judges import judge as judges
 from diffusion_jax.task import Params, Texts, to_range
 
 _DRAWN = 32  # The number of drawn pictures.
+_SHOWN = 16  # The number of drawn pictures on a sheet of copies.Training.
 _SIDE = 16  # Pictures are compared at this side in pixels.
 _COMPARED = 10_000  # The largest number of training pictures among which the nearest is sought.
 _MEMORISES, _BEGINS = 1.5, 1.1  # Ratios of the held-out loss to the training loss.
@@ -68,13 +70,17 @@ def verdict(
                 "name the stages of a cascade from the smallest to the largest"
             )
     for workdir, opened in zip(workdirs, stages, strict=True):
-        number = f"{len(opened.inputs.batches.pictures):,} training pictures"
+        number = progress.counted(len(opened.inputs.batches.pictures), "training picture")
         yield "model", f"{workdir} at step {opened.step:,}, with its average weights; {number}"
         yield "loss", _compared_losses(opened, opened.params("ema"))
     images, captions = _drawn(stages)
     if trained:
         fits = judges.reader(trained, captions)(images, captions)[1].sum()
         yield "captions", f"{fits:.0f} of {len(images)} drawn pictures fit theirs, says {judge}"
+        real = trained.card["scores"]["real"]
+        share, low, high = (100 * real[f"r1_judge{end}"] for end in ("", "_low", "_high"))
+        right = f"{share:.3g} ({low:.3g} to {high:.3g}) %"
+        yield "judge", f"right about {right} of the real pictures that it was not trained on"
     batches, enlarged = stages[-1].inputs.batches, "low_res" in stages[0].inputs.examples.batch
     if enlarged or _picture_shape(stages[-1]) != images.shape[1:]:
         # Enlarged training pictures, or a model whose training pictures have masks or are moments.
@@ -87,7 +93,10 @@ def verdict(
     nearest = training.nearest("pixels", scorer.features(images, captions)["pixels"])
     redrawn = lambda rows: images[np.asarray(rows)]
     sheets.write_png(sheet, training.sheet(nearest, redrawn, captions))
-    yield "sheet", f"{sheet}: drawn pictures, each above the nearest training picture"
+    nearest_ones = (
+        f"the {min(_SHOWN, len(images))} of {len(images)} drawn pictures that are nearest"
+    )
+    yield "sheet", f"{sheet}: {nearest_ones} to training pictures, each above its nearest"
     distance = np.median(nearest.distances)
     shown = f"drawn pictures are {distance:.3g} from the nearest training picture"
     if unseen:
@@ -116,8 +125,8 @@ def _compared_losses(opened: OpenedRun, params: Params) -> str:
     if new > _BEGINS * old:
         does = "memorises" if new > _MEMORISES * old else "begins to memorise"
     return (
-        f"{new:.3g} on {len(held.numbers)} held-out pictures, against {old:.3g} on "
-        f"{len(keys)} training pictures: it {does} them"
+        f"{new:.3g} on {progress.counted(len(held.numbers), 'held-out picture')}, against "
+        f"{old:.3g} on {progress.counted(len(keys), 'training picture')}: it {does} them"
     )
 
 
@@ -151,7 +160,12 @@ if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_multi_string(
         "workdir", None, "The workdir of a run; repeat it for a cascade.", required=True
     )
-    _JUDGE = flags.DEFINE_string("judge", "", "A folder of metrics train_judge.")
+    _JUDGE = flags.DEFINE_string(
+        "judge",
+        "",
+        "A folder that diffusion_jax.metrics train_judge wrote: also count the drawn "
+        "pictures that fit their captions.",
+    )
     _OUT = flags.DEFINE_string("out", None, "The sheet to write; default: WORKDIR/verdict.png.")
 
     def main() -> None:

@@ -106,7 +106,7 @@ def open_stages(
     *,
     embedded: bool = False,
 ) -> Cascade:
-    """Open the models of `workdirs`, with the option values of each. For errors, see `load`.
+    """Open the models of `workdirs`, with the option values of each. Raises the errors of `load`.
 
     If `embedded`, the models will draw from text embeddings computed elsewhere, and their text
     encoders are not opened.

@@ -43,6 +43,7 @@ from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.metrics import images as pictures_of
 from imagen_jax import cascade
 
@@ -99,7 +100,8 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in small]
     if images and len(images) != len(captions):
         raise ValueError(
-            f"--low_res has {len(images)} pictures for {len(captions)} texts: give one per text"
+            f"--low_res has {counted(len(images), 'picture')} for "
+            f"{counted(len(captions), 'text')}: give one per text"
         )
     low_res = [np.asarray(image) for image in images]
     return model, Inputs(captions, texts, pictures, low_res, batch_sizes, paths, _ALL_SIZES.value)

@@ -60,7 +60,10 @@ class Imagen(System):
     """What Imagen supplies: pixels, texts and low-resolution images."""
 
     def __init__(self, s: Settings, encoder: TextEncoder, strength: float = 1.0) -> None:
-        """The arguments are those of `make_sampler_inputs`."""
+        """Store the settings and the text encoder.
+
+        `strength` is the share of the sampling steps that editing a picture takes.
+        """
         self.s, self.encoder, self.strength, self.unet = s, encoder, strength, s.unet
         self.factor, self.scalings = s.super_resolution.factor, s.diffusion.objective.scalings
         self.fields = picture_fields.read(s.data.fields)

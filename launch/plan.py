@@ -35,6 +35,7 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.memory import Traced
 from launch import accelerators
@@ -112,7 +113,7 @@ def main() -> None:
 
 
 def table(target: str, f: dict[str, Any]) -> str:
-    """Format the numbers `f` of a plan (see `estimate.plan`) as a table for `target`."""
+    """Format the numbers of a plan, which `estimate.plan` returns, as a table for `target`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
     size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"
@@ -124,7 +125,7 @@ def table(target: str, f: dict[str, Any]) -> str:
     if source == "compiled":
         source += f"; the model predicts {size(f['temporary_modelled'])}"
     rows = [
-        ("target", f"{target}, {f['target']['devices']} devices; mesh {mesh}"),
+        ("target", f"{target}, {counted(f['target']['devices'], 'device')}; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "

@@ -31,7 +31,7 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
     """Return a function that draws a batch of images, for the field `sample` of a Task.
 
-    The arguments are those of `make_sampler_inputs`.
+    Takes the arguments of `make_sampler_inputs`.
     """
     return samplers.make_sample(make_sampler_inputs(p, *arguments, **named), p.sampler)
 
@@ -75,7 +75,7 @@ class StableDiffusion(System):
         preview: Preview | None = None,
         field_drop_prob: float = 0.0,
     ) -> None:
-        """The first arguments are those of `make_sampler_inputs`, the last is System's."""
+        """Store the arguments, which `make_sampler_inputs` and `System` describe."""
         self.p, self.encoder, self.preview = p, encoder, preview
         self.unet, self.factor = p.unet, vae_module.factor(p.vae)
         self.fields = picture_fields.read(p.fields)

@@ -19,8 +19,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     """Return a Task: the initialisation, loss and sampling of a Stable Diffusion model.
 
     A training batch holds the text encoder's tokens, and the images either as "image", uint8
-    [B, H, W, 3], or as VAE moments, "moments", float [B, h, w, 2 Z]. The batches for sampling are
-    those of `sampling.prompts`.
+    [B, H, W, 3], or as VAE moments, "moments", float [B, h, w, 2 Z]. `sampling.prompts` makes
+    the batches for sampling.
 
     Args:
         s: The settings of a training config.

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests import budget
+
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("diffusion_jax", "imagen_jax", "sd_jax", "launch", "configs")
 FILES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
@@ -160,6 +162,29 @@ def test_folders_import_only_allowed_folders(name):
                     continue
                 allowed = target == name or target in ALLOWED[name]
                 assert allowed, f"{file} imports {other}"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ('"""A.\n\nB."""\n\nx = 1  # C.\n# D.\n', 1),
+        ('def f():\n    """E."""\n    return (\n        1\n    )\n', 4),
+        ('x = """a\nb"""\n"""F."""\n', 2),
+        ("", 0),
+    ],
+)
+def test_code_lines_are_without_docstrings_comments_and_empty_lines(text, lines):
+    assert budget.code_lines(text) == lines
+
+
+def test_no_folder_has_more_lines_of_code_than_its_budget():
+    limits = budget.limits()
+    above = {f"{name}: {n}" for name, n in budget.counts().items() if n > limits.get(name, 0)}
+    assert not above, (
+        f"more lines than in tests/budget.txt: {sorted(above)}. Delete code that is not needed, or "
+        "raise the number and give the reason in the commit"
+    )
+    assert not limits.keys() - budget.counts().keys()
 
 
 def test_every_folder_has_an_entry_of_allowed_imports():

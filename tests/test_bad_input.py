@@ -43,12 +43,26 @@ COMMANDS = {
     "start": "imagen_jax.start --data=D/images --out=D/new.py",
     "sd_start": "sd_jax.start --data=D/images --out=D/new.py",
     "weights": "sd_jax.weights convert --from=D/file --to=D/converted",
+    "sd_weights": "sd_jax.weights",
+    "imagen_weights": "imagen_jax.weights",
+    "model": "sd_jax.sample --out=D/out",
+    "torch": "benchmarks.torch",
+    "profile": "benchmarks.profile --config=configs/quickstart.py",
+    "plan_vae": "launch.plan --config=configs/sd64_vae.py",
 }
 TABLE = """
 train --config=D/syntax.py | D/syntax.py, line 2: SyntaxError: invalid syntax
 train --config=D/raises.py | D/raises.py, line 2: ZeroDivisionError: division by zero
 train --config=D/seven.py | D/seven.py: get_config returns 7: it must return a ConfigDict
 train --config=configs/quikstart.py | 'configs/quikstart.py': did you mean configs/quickstart.py?
+train --config.optimizer.accumulate=2 | optimizer.accumulate: its name is now optimizer.micro_batch
+train --config.text.encoder=precomputed | 'precomputed': name the encoder that computed
+train --config.unet.embed_dim=48 | unet.embed_dim * 1 is 48: it must be a multiple of 32, the number
+train --config.unet.attention_resolutions=(3,) | holds 3, but no level has this resolution: choose
+train --config.data.source=folder --config.data.path=/nowhere | digits --format=folder --num=100
+train --config.data.source=webdataset --config.data.path=/nowhere | digits --format=webdataset
+train --config.data.source=folder --config.data.path=D/plain | no text (data.text=txt): 0.png. Add
+train --workdir=D/imagen | D/imagen was made with another config (
 train --config.text.path=x | unknown config field text.path: text has 
 train --config.unet.embd_dim=3 | unknown config field unet.embd_dim: did you mean unet.embed_dim?
 train --config.unit.patch=3 | unknown config field unit: did you mean unet?
@@ -102,7 +116,6 @@ train --config.text.encoder=t5 | weights
 train --config.evaluation.guidance=() --config.evaluation.every=8 | evaluation.guidance is empty
 train --config.evaluation.every=8 --config.evaluation.prompts=D/none.txt | evaluation.prompts=D/none
 train --config.data.source=digitz | the data source 'digitz' is unknown
-train --config.data.source=folder --config.data.path=/nowhere | /nowhere
 train --config.data.source=folder --config.data.path=D/empty | D/empty
 train --config.data.source=folder --config.data.path=D/images --config.data.min_size=99 | too_small
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
@@ -125,6 +138,18 @@ sample --prompts=D/none.txt | --prompts=D/none.txt cannot be read: [Errno 2] No 
 evaluate --prompts=D/none.txt | --prompts=D/none.txt cannot be read: [Errno 2] No such file
 metrics clip D/images --prompts=D/none.txt --clip=x | --prompts=D/none.txt cannot be read: [Errno
 sample --prompts=D/empty | D/empty holds no prompts: add some
+sample | give either prompts (--prompt=TEXT or --prompts=FILE) or --embeddings=FILE
+sample --prompt=a --embeddings=a.npy | or --embeddings=FILE, computed with
+sample --prompt=a --guidance=1,2 | guidance has 2 values for 1 stages
+sample --prompt=a --guidance=two | --guidance is 'two': it must be a number
+sample --prompt=a --seed=-1 | seed
+sample --prompt=a --seed=18446744073709551616 | seed
+sample --workdir=D/empty --prompt=a | --config=configs/quickstart.py --workdir=D/empty
+sd_sample | there is nothing to draw: give --prompt=TEXT or --prompts=FILE
+sd_sample --prompt=a --sampler=ddimm | --sampler is 'ddimm': did you mean
+sd_sample --prompt=a --steps=1001 | --steps is 1001: it must be
+model | give exactly one of --workdir=FOLDER (a training run) and --model=PATH
+model --model=nope --prompt=a | nope
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
 sample --prompt=a --sampler=huen | --sampler is 'huen': did you mean 'heun'?
@@ -155,6 +180,7 @@ evaluate --name=../../x | --name=../../x: give the name of a folder under evalua
 evaluate --name= | --name=: give the name of a folder
 evaluate --guidance=x | --guidance is 'x': it must be a number
 evaluate --guidance=-3 | --guidance is -3.0: it must be from 0 to 1000
+evaluate --checkpoint=1 | no checkpoint of step 1
 evaluate --checkpoint=x | --checkpoint is 'x': it must be a whole number
 evaluate --reference=D/none.npz | --reference has no effect without a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
@@ -175,7 +201,13 @@ digits --size=7 | --size=7: the side must be a multiple of 8
 digits --num=0 | --num=0: write at least 1 picture
 report D/metrics | D/metrics/metrics.jsonl, line 2 is damaged: '{"step": '
 report D/none | D/none holds neither metrics.jsonl nor evaluation/*/sweep.csv
-plan --target=h10:8 | h10
+plan --target=h10:8 | accelerator is 'h10': did you mean 'h100'?
+plan --fast --target=h100:6 --config.mesh.fsdp=4 | 4 does not divide 6
+plan --fast --target=h100:8 --config.mesh.fsdp=4 | uses 4 of the target's 8 devices
+plan --fast --target=h100:8 --config.batch_size=12 | batch_size 12 is not divisible by
+plan_vae --target=v5e:1x1 | sd_jax.vae, which cannot be planned
+torch --models=dcode | --models is 'dcode': did you mean 'decode'?
+profile --target=h100:8 | does not make for h100: choose a target from v5e, v5p
 plan --target=h100:8 --mfu=0 | --mfu=0.0: it must be above 0 and at most 1
 train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp', but cfg_pp cannot
 train --config.sampler.guiding=cfg_pp --config.sampler.name=heun(churn=3) | is 'cfg_pp', but cfg_pp
@@ -214,6 +246,16 @@ slurm --job.accelerator=h100:12 --job.workdir=/shared/x | each host has 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator
 gke --job.image=x --job.workdir=/shared/x | choose a folder in a bucket
 weights | D/file
+sd_weights | usage: python -m sd_jax.weights convert --from=PATH
+sd_weights verify case.npz | usage: 
+sd_weights convert --from=a.npz | usage: 
+sd_weights convert --from=no.ckpt --to=b | error: there is no file no.ckpt
+imagen_weights | usage: python -m imagen_jax.weights convert --from=FILE
+imagen_weights verify case.npz | usage: 
+imagen_weights convert --from=a.npz --to=b | usage: 
+imagen_weights convert --form=a.npz | error: Unknown command line flag 'form'
+imagen_weights export --from=nowhere --to=a.npz | error: nowhere holds no config.json
+imagen_weights convert --from=no.ckpt --to=b --config=configs/base64_500m.py | no file no.ckpt
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures
 start --data=D/empty | no images in D/empty: looked for
@@ -279,7 +321,7 @@ def files(tmp_path_factory):
     (folder / "value.py").write_text("def get_config():\n    raise ValueError('a\\x1b[31mred')\n")
     (folder / "deep.json").write_text('{"annotations": ' + "[" * 100_000)
     (folder / "dangling").symlink_to(folder / "nowhere")
-    for name in ("broken", "empty", "images", "metrics", "scored", "zipped"):
+    for name in ("broken", "empty", "images", "metrics", "plain", "scored", "zipped"):
         (folder / name).mkdir()
     for place in (folder, folder / "zipped"):
         (place / "a.zip").write_bytes(b"PK")
@@ -294,6 +336,7 @@ def files(tmp_path_factory):
     (folder / "short.tsv").write_text("id\tcaption\n1\ta\n2\n")
     Image.new("RGB", (20, 20)).save(folder / "images" / "0.png")
     (folder / "images" / "0.txt").write_text("a cat")
+    Image.new("RGB", (20, 20)).save(folder / "plain" / "0.png")
     Image.new("L", (4, 3)).save(folder / "wide.png")
     (folder / "broken" / "0.png").write_bytes((folder / "images" / "0.png").read_bytes()[:40])
     (folder / "broken" / "0.txt").write_text("a cat")

@@ -229,7 +229,7 @@ def test_a_number_for_a_model_without_fields_is_an_error_that_names_data_fields(
         picture_fields.values((), "aesthetic=7")
 
 
-def test_one_text_can_set_several_fields():
+def test_year_1950_and_aesthetic_7_are_read_from_one_text():
     named = picture_fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
     assert picture_fields.values(named, " year = 1950.5, aesthetic=7 ") == {
         "field_year": 1950.5, "field_aesthetic": 7

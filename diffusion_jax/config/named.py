@@ -52,7 +52,7 @@ class Table(dict[str, Any]):
         return f"did you mean {close!r}?" if close else ""
 
     def bound(self, field: str, text: str, group: Any = None) -> functools.partial:
-        """Return the function that `text` names, with its parameters bound (see `all_bound`)."""
+        """Return the function that `text` names, with its parameters bound, as `all_bound` does."""
         return self.all_bound(field, text, group)[0]
 
     def all_bound(self, field: str, text: str, group: Any = None) -> list[functools.partial]:

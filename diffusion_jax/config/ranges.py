@@ -125,7 +125,7 @@ def kind_of(hint: Any) -> Any:
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Return a value, converted to the type of `hint` (see `typed`) and checked (`check_value`)."""
+    """Convert a value to the type of `hint`, and check that it is in the range of `hint`."""
     check_value(field, value := typed(value, hint), hint)
     return value
 

@@ -72,7 +72,11 @@ class Checked:
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Write the entry of a key, whole unless the cache has a limited size."""
+        """Store a compiled program under a key.
+
+        Without a size limit, the file appears only when it is complete. With one, JAX's own writer
+        is used, which may leave a cut file.
+        """
         entry = _digest(key, value) + value
         if getattr(self._cache, "eviction_enabled", True):
             self._cache.put(_name(key), entry)

@@ -104,7 +104,7 @@ def check(noise: Noise, name: str) -> None:
 
 
 def ldm(noise: Noise, s: "Sampler", *rest: Any) -> Spaced:
-    """Compute n + 1 levels at LDM's times on a discrete schedule (see `leading_times`).
+    """Compute n + 1 levels at LDM's times on a discrete schedule.
 
     On a continuous schedule, this function equals `leading`.
     """
@@ -123,7 +123,7 @@ def leading(noise: Noise, s: "Sampler", options: GridOptions, *_: Any) -> Spaced
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
     Each step starts at one of these times. On a discrete schedule, s.offset is added to each time.
-    If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
+    If the end of the grid counts as one of the times (`_has_end`), there are n + 1 evenly
     spaced times instead of n, and the steps start at the first n of them.
     """
     points = s.steps + _has_end(noise, options)
@@ -142,7 +142,7 @@ def trailing(noise: Noise, s: "Sampler", *_: Any) -> Spaced:
 def linspace(noise: Noise, s: "Sampler", options: GridOptions, *_: Any) -> Spaced:
     """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
-    If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
+    If the end of the grid counts as one of the times (`_has_end`), there are n + 1 evenly
     spaced times instead of n. The steps start at the first n of them, and the last step ends at
     time 0.
     """
@@ -260,7 +260,7 @@ def _has_end(noise: Noise, options: GridOptions) -> bool:
 
 
 def _at_times(noise: Noise, s: "Sampler", times: np.ndarray) -> Spaced:
-    """Return the levels at the first s.steps of `times`, and these times (see Spacing).
+    """Return the levels at the first s.steps of `times`, and these times.
 
     On a continuous schedule, the second result is None instead. On a discrete schedule, levels
     above s.sigma_max are lowered to s.sigma_max, unless s.sigma_max is 0.

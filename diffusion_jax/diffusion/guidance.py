@@ -62,7 +62,7 @@ def make_denoiser(
             the same text as the first network. None without autoguidance.
 
     Raises:
-        ValueError: The kinds of guidance do not fit each other (see `make`).
+        ValueError: The kinds of guidance do not fit each other, or the model.
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
     names = (COND,) if guidance is None else guide.needs

@@ -109,7 +109,7 @@ def losses(
         s: The options of MeanFlow: the guidance to learn, and the weights of images.
     """
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
-    frozen = functools.partial(velocity, jax.lax.stop_gradient(params))  # It computes the targets.
+    frozen = functools.partial(velocity, jax.lax.stop_gradient(params))  # For the targets.
     target = jnp.where(_each(kept), guided(frozen, z, v, t, conditions, s), v)
     h = jnp.where(jnp.arange(len(t)) % s.every == 0, t - r, 0)
     # Only every s.every-th image needs the derivative. If s.every does not divide the batch, it is

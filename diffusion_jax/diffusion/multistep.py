@@ -51,7 +51,7 @@ def plms(
     averaged, the second converts the average back to a slope. The default averages the slopes
     themselves.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
     n = len(sigmas) - 1
     # Do not correct a single step to 0, where no slope exists, or a step from pure noise.
     corrected = (sigmas[1] > 0) & (sigmas[0] < NO_SIGNAL)
@@ -107,7 +107,7 @@ def lms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     The polynomial through the slopes of this step and of the last three is integrated exactly over
     the step. The first steps use fewer slopes. The sampler adds no noise.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
 
     def step(carry, inputs):
         x, d_1, d_2, d_3 = carry  # x, and the slopes of three earlier steps.
@@ -134,7 +134,7 @@ def dpmpp_2m(
     is the number of steps in the grid. If it is below 15, the last step is always of first order,
     as in the authors' code.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
     last = len(sigmas) - 2
 
     def step(carry, inputs):
@@ -160,7 +160,7 @@ def dpmpp_2s(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Imag
     goes over both with the difference of D at the two levels. So N steps take N evaluations of D. A
     step to 0 is of first order. The sampler adds no noise.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
 
     def step(carry, inputs):
         x, begin, x0_begin = carry  # The start of the pair, and D there.
@@ -192,7 +192,7 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     the end of this step. The weights solve equation 9 of Zhao et al., so the step is exact if D is
     quadratic in -ln sigma. In the first step, which has no m1, rho_0 is 0 and rho_1 is 1 / 2.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
     last = len(sigmas) - 2
 
     def step(carry, inputs):
@@ -237,7 +237,7 @@ def deis(
     step to 0 is of first order. `steps` is the number of steps in the grid. If it is below 15, the
     last two steps have at most the orders 2 and 1, as in diffusers.
     """
-    del noise  # Deterministic.
+    del noise  # This method adds no noise.
 
     def step(carry, inputs):
         x, eps_1, eps_2 = carry

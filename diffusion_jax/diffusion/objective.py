@@ -87,7 +87,7 @@ class Objective(NamedTuple):
     distance: Distance
     weighting: Weighting
     offset: float
-    """The strength of offset noise (see `shifted`)."""
+    """The strength of offset noise, the noise that all pixels of a channel share."""
     method: "Denoise"
 
     @property
@@ -169,7 +169,7 @@ class Denoise:
     takes_mask = True
     """Whether the loss can have a mask."""
     straight = False
-    """Whether D suits only samplers with straight steps (see samplers.check_method)."""
+    """Whether D suits only samplers with straight steps, such as `euler`."""
 
     def loss(
         self, objective: Objective, net: Net, params: Any, noised: Noised
@@ -203,7 +203,7 @@ def make(d: "Diffusion") -> Objective:
     """Build the objective that a config's `diffusion` group describes.
 
     Raises:
-        ValueError: A name is unknown, or fields do not fit together (see `bound`).
+        ValueError: A name is unknown, or fields do not fit together.
     """
     make_noise, prediction, make_weighting = bound(d)
     distance = DISTANCES.bound("diffusion.distance", d.distance)

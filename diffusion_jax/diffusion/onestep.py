@@ -78,7 +78,7 @@ def heun_steps(
     noise: Draws,
     s_noise: Scalar = 1.0,
 ) -> Images:
-    """Run Heun's method (see `heun`) with an amount of churn for each step.
+    """Run Heun's method, with a separate amount of churn for each step.
 
     Step i first adds noise, which raises the noise level by the factor 1 + gammas[i]. `s_noise`
     scales this noise.

@@ -108,7 +108,7 @@ SamplerName = Annotated[str, SAMPLERS]
 
 
 class SamplerInputs(NamedTuple):
-    """The arguments of a sampler, and functions to finish the images (see Task.sampler_inputs)."""
+    """The result of Task.sampler_inputs: a sampler's arguments, and functions to finish images."""
 
     denoise: Denoiser
     x: Images
@@ -175,8 +175,8 @@ def check_method(d: "Diffusion", s: "Sampler") -> None:
 def sampling_grid(noise: Noise, s: "Sampler") -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group's fields `grid` and `end` name the grid and its end. If a field is "", its default
-    applies (see `default_grid`).
+    The group's fields `grid` and `end` name the grid and its end. For a field that is "",
+    `default_grid` gives the value.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.

@@ -122,7 +122,7 @@ def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
         sigma, sigma_next = inputs
         d = denoise(x, same_level(sigma, x))
         last = sigma_next == 0
-        end = jnp.where(last, sigma / 2, sigma_next)  # Any level above 0: the result is not used.
+        end = jnp.where(last, sigma / 2, sigma_next)  # `where` discards the last.
         h = jnp.log(sigma / end)
         moved = steps(x, d, (d1, d2, (h_1, h_2)), h, (1 + strength) * h)
         w_next = path(end)

@@ -40,7 +40,10 @@ class FolderLock:
     """A context manager that lets only this process write into a folder."""
 
     def __init__(self, folder: files.Path, beat: float = BEAT, stale: float = STALE) -> None:
-        """Prepare to lock `folder`. `beat` and `stale` are in seconds; see BEAT and STALE."""
+        """Prepare to lock `folder`. The lock is renewed every `beat` seconds.
+
+        Other processes take over a lock that was not renewed for `stale` seconds.
+        """
         self._folder, self._beat, self._stale = files.path(folder), beat, stale
         self._identity = {
             "host": socket.gethostname(),

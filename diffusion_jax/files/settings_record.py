@@ -49,7 +49,7 @@ def differences(
 ) -> str:
     """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
-    The arguments are those of `changed_fields`.
+    Takes the arguments of `changed_fields`.
     """
     return "; ".join(
         f"{name}: {stored!r} stored, {requested!r} requested"

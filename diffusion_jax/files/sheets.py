@@ -115,5 +115,5 @@ def png(image: UInt8[np.ndarray, "H W 3"], parameters: str = "") -> bytes:
 def write_png(
     path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"], parameters: str = ""
 ) -> None:
-    """Write a PNG file atomically. For `parameters`, see `png`."""
+    """Write a whole PNG file that holds the text `parameters`, or none if it is ""."""
     files.write_whole(path, png(image, parameters))

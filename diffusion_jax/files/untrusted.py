@@ -141,7 +141,7 @@ def split_lines(text: str) -> list[str]:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Return the content of a text file; see `decode`.
+    """Return the content of a text file in UTF-8 or marked UTF-16.
 
     Raises:
         ValueError: The file is a pipe, a device with more than 64 MiB (/dev/zero never ends), or

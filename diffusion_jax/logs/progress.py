@@ -1,4 +1,7 @@
-"""Log the progress of long jobs: a line every few seconds with the rate and the time left."""
+"""Log the progress of long jobs: a line every few seconds with the rate and the time left.
+
+Also format lines for people: counts, durations and tables of labels.
+"""
 
 import math
 import time
@@ -10,6 +13,12 @@ from absl import logging
 from diffusion_jax.devices import hardware
 
 T = TypeVar("T")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with a noun in the singular or plural, such as "1 pass" or "2,000 passes"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
 class Meter:
@@ -46,7 +55,7 @@ class Meter:
             self.log()
 
     def log(self) -> None:
-        """Log a line now."""
+        """Log the count, the rate and the time left, without waiting for the interval."""
         logging.info("%s%s", self._name, self._line(time.monotonic() - self._start))
 
     def _line(self, seconds: float) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.start.training_pictures import PictureSet
 
 ASK = "ask"
@@ -90,7 +91,8 @@ def method(value: str, photos: PictureSet, trained: str) -> str:
         )
     return answer(
         "finetune", value, possible and len(photos.records) < FEW,
-        f"{len(photos.records):,} pictures are few: a new model mostly memorises them. If they "
+        f"A data set of {counted(len(photos.records), 'picture')} is small: a new model mostly "
+        "memorises it. If the pictures "
         f"resemble emoji, this project's trained model ({trained}) learns them in minutes.",
     )  # fmt: skip
 

@@ -142,7 +142,7 @@ def until(limit: float, measure: Callable[[], T], otherwise: Callable[[], object
             with cli.bad_input():
                 otherwise()
             stop_signals.end(0)
-        except Exception:  # A bug.
+        except Exception:  # A bug: show its traceback, then end the process below.
             traceback.print_exc()
         finally:
             stop_signals.end(exits.REFUSED)
@@ -192,13 +192,14 @@ def _write(
         notes = {
             "The speed is assumed, because measuring took too long.": one.assumed,
             "This is longer than --hours.": _is_longer(seconds, allowed),
-            f"This is too short to train on each of the {num_pictures:,} pictures once.":
+            "This is too short to train on every picture once.":
                 epochs < 1,
             "A new model memorises so few pictures, and draws little else.":
                 is_new and epochs > _MEMORISES and len(photos.records) < questions.FEW,
         }  # fmt: skip
         speed = " ".join([
-            f"{steps['steps'][0]:,} steps of {one.settings.run.batch_size} pictures "
+            f"{progress.counted(steps['steps'][0], 'step')} of "
+            f"{progress.counted(one.settings.run.batch_size, 'picture')} "
             f"({epochs:,.1f} epochs) take about {_hours(seconds)} on {devices}.",
             *(note for note, true in notes.items() if true),
         ])  # fmt: skip

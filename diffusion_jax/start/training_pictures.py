@@ -10,6 +10,7 @@ from diffusion_jax.data import guess, sources
 from diffusion_jax.data.prepare import reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.files import untrusted
+from diffusion_jax.logs.progress import counted
 
 _FIRST, _LOOKED = 32, 2_000  # The smallest and largest numbers of records to read.
 _SECONDS = 60  # About how long reading may take.
@@ -67,18 +68,19 @@ def described(photos: PictureSet) -> list[tuple[str, str]]:
         unusable = f"{_counts(report['unusable'])} ({report['unusable_first'][0]})"
     if frequent:
         captions = (
-            f"{report['different_texts']:,} different captions of {words['min']:.0f} to "
-            f"{words['max']:.0f} words; most frequent words: {frequent}"
+            f"{counted(report['different_texts'], 'different caption')} of {words['min']:.0f} to "
+            f"{counted(round(words['max']), 'word')}; most frequent words: {frequent}"
         )
     rows = [
-        ("data", f"{data.source}:{data.path}::{data.text}: {report['records']:,} pictures{read}"),
+        ("data", f"{data.source}:{data.path}::{data.text}: "
+         f"{counted(report['records'], 'picture')}{read}"),
         ("shorter side", f"{side['min']:,.0f} to {side['max']:,.0f} pixels, median "
          f"{side['median']:,.0f}; {_counts(report['formats'])}"),
         ("aspect ratio", f"median {aspect['median']:.2g}, largest {aspect['max']:.2g}"),
         ("reading", f"{photos.speed:.2g} pictures per second"),
         ("unusable", unusable),
         *photos.records.inventory().rows(),
-        ("duplicates", f"{report['duplicates']:,} files that repeat an earlier file"),
+        ("duplicates", f"{counted(report['duplicates'], 'file')} equal to an earlier file"),
         ("captions", captions),
     ]  # fmt: skip
     return [(name, untrusted.printable(line)) for name, line in rows]

@@ -56,7 +56,7 @@ class TextEncoder(NamedTuple):
     """Returns the part of each text that the encoder ignores: unknown symbols, followed by the
     truncated end. The part is "" if nothing is ignored, or if the encoder cannot determine this."""
     tokenize_weighted: Callable[[Sequence[Any], int], dict[str, np.ndarray]] | None = None
-    """Like `tokenize`, for texts with weights and of any length (see prompt_weights.py). The second
+    """Tokenizes texts of any length, whose words may have weights (prompt_weights.py). The second
     argument is the smallest number of chunks. None if the encoder cannot weight texts."""
     outputs: Callable[[Any, TextArrays], Any] | None = None
     """Maps (frozen, batch) to all outputs of CLIP's text tower, a clip.TextOutputs; None for other

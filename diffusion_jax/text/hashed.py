@@ -24,8 +24,8 @@ _WORD = re.compile(r"[^\W_]+")
 def encoder(width: int, max_tokens: int) -> TextEncoder:
     """Return a text encoder that maps each word to a vector of fixed random signs.
 
-    The signs are computed from the word's hash and position. The encoder's batches hold "text_ids"
-    and "text_mask" (see `tokenize`).
+    The signs are computed from the word's hash and position. Batches hold the arrays of
+    `tokenize`: "text_ids" and "text_mask".
     """
 
     def encode(frozen: tuple[()], batch: TextArrays):

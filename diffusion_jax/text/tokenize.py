@@ -285,14 +285,18 @@ def _read_clip(folder: pathlib.Path) -> tuple[Tokenizer, int]:
         clip = _transformers().CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
         return clip.backend_tokenizer, clip.pad_token_id
     except Exception as error:  # A damaged file fails in many ways.
-        raise ValueError(f"cannot read the tokenizer in {folder}: {error}") from error
+        raise ValueError(
+            f"cannot read the tokenizer in {folder}: {error}: copy its files again"
+        ) from error
 
 
 def _read_json(path: pathlib.Path) -> Tokenizer:
     try:
         return _transformers().PreTrainedTokenizerFast(tokenizer_file=str(path)).backend_tokenizer
     except Exception as error:  # The library raises plain Exception.
-        raise ValueError(f"cannot read the tokenizer {path}: {error}") from error
+        raise ValueError(
+            f"cannot read the tokenizer {path}: {error}: copy tokenizer.json again"
+        ) from error
 
 
 def _read_pieces(path: pathlib.Path) -> Tokenizer:

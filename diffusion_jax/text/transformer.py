@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"], bias: Array | None) -> Float[Array, "B L D"]:
-        """Return the output of attention. `bias` is added to the logits (see `attend`)."""
+        """Return the output of attention. `bias`, which broadcasts, is added to the logits."""
         b, length, width = x.shape
         head = width // self.num_heads
         linear = lambda name: Linear(width, True, self.dtype, name=name)

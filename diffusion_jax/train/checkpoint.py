@@ -345,8 +345,8 @@ def restore_state(
 def restore_changed(folder: epath.Path, abstract_state: TrainState) -> TrainState:
     """Return the state in the folder of a step, for a run with other averages.
 
-    Averages that are not stored start at the parameters. Arrays may be stored in another dtype. For
-    `abstract_state` and the errors, see `restore_state`.
+    Averages that are not stored start at the parameters. Arrays may be stored in another dtype.
+    Otherwise, this function takes the arguments of `restore_state`, and raises the same errors.
     """
     stored = set(restore.stored(folder)) & abstract_state.ema.keys()
     ema = {name: abstract_state.ema[name] for name in stored}

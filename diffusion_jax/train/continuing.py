@@ -160,11 +160,11 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
 def prepare(
     source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
 ) -> str:
-    """Move the data to their position in the other run, and return a text on what will change.
+    """Move the data to the other run's position, and return a text that lists the changes.
 
-    The text has a line each for what changes, what is kept and what starts anew. The arguments are
-    those of `loop.train`. Raises ValueError if the arrays in the checkpoint have other shapes than
-    those of the new run.
+    The text has one line for all changes, one for what is kept, and one for what starts anew.
+    `loop.train` describes the other arguments. Raises ValueError if an array in the checkpoint has
+    another shape than in the new run.
     """
     finetune.check_frozen(source.run, inputs.task.frozen)
     abstract = _abstract(inputs, run, settings, mesh)
@@ -206,7 +206,7 @@ def write_first_checkpoint(
 ) -> None:  # fmt: skip
     """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
 
-    The other arguments are those of `loop.train`. `prepare` must have been called.
+    Call `prepare` before. `loop.train` describes the arguments.
     """
     fingerprint = checksums.fingerprint(source.folder)
     run_log.begin_from(workdir, source.run, source.step, fingerprint, source.averages_from)
@@ -262,7 +262,7 @@ def _parsed(named: str) -> tuple[str, int | None]:
 def _adapt(config: dict[str, Any], name: str, run: str) -> None:
     """Set the weights that a LoRA adapts: `name`, a checkpoint of `run`, or the base of its LoRA.
 
-    A config that names weights other than those of `run` and of earlier runs is not changed.
+    If the config names weights of a run that `run` does not descend from, it stays as it is.
     """
     if not _rank(config):
         return

@@ -119,8 +119,8 @@ def train(
             this CPU time. With several processes, this must be infinite.
 
     Returns:
-        The last state. After a signal (see `stop_signals`), or if the CPU time is spent, its step
-        is below `run.steps`.
+        The last state. After a signal, such as SIGTERM, or if the CPU time is spent, its step is
+        below `run.steps`.
 
     Raises:
         NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
@@ -253,7 +253,6 @@ def train(
                 write_seconds(workdir, progress.seconds)
                 break
 
-            # Get the next batch.
             with progress.waiting():
                 batch = to_global(next(batches), batch_sharding(mesh))
     return state
@@ -266,7 +265,7 @@ def make_step(
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
     The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. It
-    makes `passes` passes. For `averages_from`, see `make_train_step`.
+    makes `passes` passes. The averages begin at step `averages_from`.
     """
     step = make_train_step(
         task.loss,
@@ -323,8 +322,8 @@ def compiled_all(
 ) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
-    `options` are XLA's options for the step (see `autotuning`). Returns the compiled steps, keyed
-    by the shapes of their batch (see `shapes_of`).
+    `options` are XLA's options for the step, which `autotuning` chooses. Returns the compiled
+    steps, keyed by the shapes of their batch.
     """
     programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key), options)}
     examples = batches.examples()
@@ -348,8 +347,8 @@ def shapes_of(batch: Mapping[str, Any]) -> BatchShapes:
 def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> CompiledStep:
     """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
-    `options` are XLA's options for the step (see `autotuning`). All processes wait until each of
-    them has compiled the step.
+    `options` are XLA's options for the step, which `autotuning` chooses. All processes wait until
+    each of them has compiled the step.
     """
     logging.info("compiling the step ...")
     times = [time.time()]

@@ -143,11 +143,11 @@ def investigate(
 def explain(
     path: pathlib.Path, step: int, now: int, observed: Observed, passes: int, names: Names
 ) -> None:
-    """Write the result of running step `step` again to `path` as JSON, and log a summary.
+    """Write what the rerun of step `step` found to `path` as JSON, and log a summary.
 
-    `observed` is the result, computed with the parameters after step `now`. The batch consists of
-    `passes` micro batches. `names` maps row numbers of the batch to the names of their
-    pictures.
+    `observed` is what it found. The rerun used the weights after step `now`, which may be later.
+    The batch consists of `passes` micro batches. `names` maps row numbers of the batch to the names
+    of their pictures.
     """
     modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]

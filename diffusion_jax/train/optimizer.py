@@ -145,7 +145,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
     """Return the optimizer of a config, for a run of `steps` steps.
 
     Raises ValueError if the optimizer or a parameter of it is unknown, or if `steps` is too small
-    for the schedule; see `make_schedule`.
+    for the schedule.
     """
     direction = OPTIMIZERS.bound("optimizer.name", settings.name, settings)()
     factors = [_read_factors(name, getattr(settings, name)) for name in _FACTORS]
@@ -304,7 +304,7 @@ def muon(
         _NEWTON_SCHULZ, ns_steps, beta, mu_dtype=moment_dtype, weight_dimension_numbers=matrices
     )
 
-    # In the state, () replaces the coefficients, which are constants.
+    # Muon's coefficients are constants: keep them out of the checkpoint.
     def init(params: Any) -> Any:
         state: Any = momentum.init(params)
         return state._replace(ns_coeffs=())

@@ -29,6 +29,7 @@ from diffusion_jax.devices import flops, hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.files import folder_lock, manifest, sheets
 from diffusion_jax.logs import progress, run_log
+from diffusion_jax.logs.progress import counted
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
 from diffusion_jax.train.moving_average import warmup_decay
@@ -50,7 +51,7 @@ def rehearse(
     """Trace everything that a run will compute, and return a report on the run.
 
     Args:
-        inputs: The inputs of the run, as for training.
+        inputs: The model, the batches and the examples that training would use.
         run: The run's steps, batch size and intervals.
         settings: The optimizer, and the micro batch.
         mesh: The devices of the run.
@@ -99,13 +100,13 @@ def rehearse(
     rows = [
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
-        ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
+        ("data", f"{counted(len(inputs.batches.pictures), 'picture')}; {_shapes_of(example)}"),
         *inputs.batches.pictures.inventory().rows(),
         *([("read", _sample(inputs.batches.pictures))] if alone else []),
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         (
             "batch",
-            f"{run.batch_size:,} images per step: {_number(count, 'pass')} of {plan.samples} "
+            f"{run.batch_size:,} images per step: {counted(count, 'pass')} of {plan.samples} "
             f"on each device; the largest micro batch that fits is {plan.largest}",
         ),
         ("memory", _memory(plan, limit, ignore_memory)),
@@ -150,7 +151,8 @@ def _sample(pictures: Any) -> str:
         )  # fmt: skip
     skipped = collections.Counter(pictures.skipped()) - before
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
-    return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
+    usable = f"left out: {reasons}" if reasons else "all can be used"
+    return f"{counted(count, 'picture')}; {usable}"
 
 
 def _learning(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
@@ -214,18 +216,18 @@ def _rehearse_drawing(inputs: loop.RunInputs, params: Params, mesh: Mesh) -> tup
         if examples.captions:
             with _named("drawing"):
                 size = _draw(draw, params, examples)
-            parts.append(f"{_number(len(examples.captions), 'example')} of {size[1]}x{size[0]}")
+            parts.append(f"{counted(len(examples.captions), 'example')} of {size[1]}x{size[0]}")
         if evaluation:
             with _named("the evaluation"):
                 evaluation.rehearse(draw, params)
-            parts.append(f"scores after every {_number(evaluation.every, 'image')}")
+            parts.append(f"scores after every {counted(evaluation.every, 'image')}")
     text = ", ".join(parts) or "nothing during training"
     return text, -(-examples.at_once // sharding.batch_ways(mesh))
 
 
 def _drawing_memory(need: memory.Bytes, rows: int, limit: float | int) -> str:
     """Return a phrase with the memory for drawing. Log a warning if it may not fit on a device."""
-    pictures = _number(rows, "picture")
+    pictures = counted(rows, "picture")
     if need.total > memory.USABLE * limit:
         logging.warning(
             "drawing %s at once may not fit into a device's memory: it needs about %.2f of %.1f GB;"
@@ -267,12 +269,7 @@ class _named:
 def _devices(mesh: Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    return f"{mesh.size} x {kind}, {_number(jax.process_count(), 'process')}; mesh: {sizes}"
-
-
-def _number(count: int, noun: str) -> str:
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{ending if count != 1 else ''}"
+    return f"{mesh.size} x {kind}, {counted(jax.process_count(), 'process')}; mesh: {sizes}"
 
 
 def _count(tree: Any) -> int:
@@ -287,7 +284,7 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     if not lengths:
         return ", ".join(shapes)
     shortest = f"{min(lengths)} to " if min(lengths) < max(lengths) else ""
-    return f"{', '.join(shapes)}; texts of {shortest}{_number(max(lengths), 'token')}"
+    return f"{', '.join(shapes)}; texts of {shortest}{counted(max(lengths), 'token')}"
 
 
 def _memory(plan: memory.Plan, limit: float | int, ignore: bool) -> str:
@@ -323,17 +320,17 @@ def _workdir(
 ) -> ReportLines:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
-    `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.
-    Raises ValueError if the run cannot write to the workdir, or cannot continue from its
-    checkpoints.
+    `usage` is the disk space of the finished run. `alone`: training will not follow, so damaged
+    checkpoints are searched here. Raises ValueError if the run cannot write to the workdir, or
+    cannot continue from its checkpoints.
     """
     if jax.process_index() == 0 or not files.store_path(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
-    disk = f"at most {_number(usage.checkpoints, 'checkpoint')} of {usage.checkpoint / 1e9:.2f} GB"
+    disk = f"at most {counted(usage.checkpoints, 'checkpoint')} of {usage.checkpoint / 1e9:.2f} GB"
     disk += " each" * (usage.checkpoints > 1)
     if usage.snapshots:
-        disk += f", {_number(usage.snapshots, 'snapshot')} of {usage.snapshot / 1e9:.3f} GB"
+        disk += f", {counted(usage.snapshots, 'snapshot')} of {usage.snapshot / 1e9:.3f} GB"
         disk += " each" * (usage.snapshots > 1)
     disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
     written = len(steps) * usage.checkpoint

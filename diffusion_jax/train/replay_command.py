@@ -67,7 +67,7 @@ def run(
 ) -> tuple[Replayed, str]:  # fmt: skip
     """Replay a step of the run in `workdir`. Return the result and the text that `changes` returns.
 
-    `package` and `decoder` are the same as for `command`. `base` is the value of --unet_weights.
+    `command` describes `package` and `decoder`. `base` is the value of --unet_weights.
     Raises ValueError or OSError if the step cannot be rebuilt.
     """
     config = runs.load(workdir)

@@ -75,7 +75,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
-    `key` is the run's key. Each image gets a key of its own (see `image_keys`), so a resumed run
+    `key` is the run's key. `image_keys` makes a key for each image from it, so a resumed run
     draws the same noise, however the batch is divided. `metrics` holds loss, grad_norm (before
     clipping), lr, skipped (the number of skipped steps so far), param_norm and the metrics of
     `loss_fn`. The loss and the metrics of `loss_fn` are means over the micro batches.
@@ -95,7 +95,7 @@ def make_train_step(
         decay_at: (a decay in `ema_decays`, state.step - averages_from) -> the decay to use at this
             step.
         averages_from: The step at which the averages began.
-        constrain: Maps updated parameters to those that the step returns (see Task).
+        constrain: Projects updated parameters; the step returns its result.
     """
 
     gradient = _mean_gradient(loss_fn, passes)

@@ -8,8 +8,8 @@ import zipfile
 SAFETENSORS, NPZ, TORCH, NEMO, FLAX = "safetensors", "npz", "torch", "nemo", "flax"
 _OTHERS = (
     (b"version https://git-lfs", "a Git LFS pointer instead of the weights: run git lfs pull"),
-    (b"GGUF", "a GGUF file of llama.cpp"),
-    (b"\x89HDF", "an HDF5 file of Keras"),
+    (b"GGUF", "a GGUF file of llama.cpp: choose a .safetensors file"),
+    (b"\x89HDF", "an HDF5 file of Keras: choose a .safetensors file"),
     (b"\x1f\x8b", "a gzip archive: unpack it"),
     (b"7z\xbc\xaf", "a 7z archive: unpack it"),
     (b"Rar!", "a RAR archive: unpack it"),
@@ -60,7 +60,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 
 
 def _kind_of_zip(path: pathlib.Path) -> str:
-    if not zipfile.is_zipfile(path):  # Its table of contents is at the end.
+    if not zipfile.is_zipfile(path):  # A cut zip lacks its table, which is last.
         raise ValueError(f"cannot read {path}: the file is cut off: download it again")
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()

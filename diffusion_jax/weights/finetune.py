@@ -90,7 +90,7 @@ def start(
 
 
 def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = False) -> Params:
-    """Return `params`, read from the path `weights`, if their fields fit those of `task`.
+    """Return `params`, the weights in the file or folder `weights`, after checking their fields.
 
     Raises ValueError if the weights have a field that the task lacks or, with `all_needed`, lack a
     field of the task.
@@ -109,10 +109,10 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
 
 
 def _other_ranges(weights: str, fields: Sequence[str]) -> str:
-    """Return what to say if the run `weights` was trained with other ranges of `fields`.
+    """Return a warning if the run `weights` was trained with other ranges of `fields`, else "".
 
-    Fields that only one of them has do not count. Only a workdir tells its ranges; files and
-    folders of diffusers do not.
+    Fields that only one of the two runs has do not count. Files, and folders of diffusers, do not
+    tell their ranges, and cause no warning.
     """
     workdir, _ = at_step(weights)
     if not runs.is_workdir(workdir):

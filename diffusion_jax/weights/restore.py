@@ -80,7 +80,7 @@ def load_params_and_step(
 ) -> tuple[Params, int]:
     """Load parameters without the optimizer, and return (parameters, step of the checkpoint).
 
-    The arguments and errors are those of `load_params`.
+    Takes the arguments of `load_params`, and raises the same errors.
     """
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):

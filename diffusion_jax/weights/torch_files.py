@@ -188,7 +188,10 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"the zip holds {len(pickles)} files named data.pkl instead of one")
+            raise ValueError(
+                f"the zip holds {len(pickles)} files named data.pkl instead of one: save the "
+                "weights again with torch.save"
+            )
         root = pickles[0].removesuffix("data.pkl")
         order = f"{root}byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":

@@ -259,7 +259,7 @@ def _arranged(
     _check_shapes(state, table, shapes)
     if quantised := [name for name in keys if np.issubdtype(state[name].dtype, np.integer)]:
         raise ValueError(
-            f"{len(quantised)} arrays hold integers: {some(quantised)}. Quantised weights are not "
+            f"these arrays hold integers: {some(quantised)}. Quantised weights are not "
             "supported: use those in float32, float16, bfloat16 or float8"
         )
     arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
@@ -302,7 +302,7 @@ def _check_shapes(
     ]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} arrays have shapes that differ from the model's: {some(wrong)}. "
+            f"these arrays have shapes that differ from the model's: {some(wrong)}. "
             "Use the config that the weights were trained with"
         )
 

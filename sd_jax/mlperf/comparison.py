@@ -9,6 +9,7 @@ import numpy as np
 from diffusion_jax import files
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Band, Line, Plot
+from diffusion_jax.logs.progress import counted
 from sd_jax.mlperf import convergence, rules
 from sd_jax.mlperf.convergence import Result, Verdict
 
@@ -63,7 +64,7 @@ def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]
         ]
         y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
     target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
-    name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    name = counted(len(runs), "run")
     return [Line(name, x, y), Line(f"target {target:g}", ends, [target, target])], [band]
 
 

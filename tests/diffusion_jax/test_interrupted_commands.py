@@ -1,5 +1,6 @@
-"""Ctrl-C ends a command while its libraries are imported, and where a library swallows it."""
+"""Ctrl-C ends a command, during imports too; a command that nobody reads ends without a word."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -10,7 +11,8 @@ import time
 
 import pytest
 
-from diffusion_jax import cli
+from diffusion_jax import cli, exits
+from tests.imagen_jax import commands
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.plan",
@@ -95,3 +97,30 @@ def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(signals, monkeypat
         cli.run(main)
     assert ended.value.code == 130
     assert capfd.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def written_without_a_reader(errors, where):
+    """Print more than a pipe holds, into a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = ["command", *(["--help"] if where == "the help" else [])]
+
+    def main():
+        with cli.bad_input() if where == "reading" else contextlib.nullcontext():
+            print("line\n" * 50_000)
+
+    cli.run(main)
+
+
+@pytest.mark.parametrize("where", ["writing", "reading", "the help"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path, where):
+    process = commands.fork(written_without_a_reader, tmp_path / "errors", where)
+    process.join(100)
+    assert ((tmp_path / "errors").read_text(), process.exitcode in (0, 141)) == ("", True)
+
+
+def test_a_broken_connection_is_no_closed_output():
+    with pytest.raises(BrokenPipeError, match="a socket"), exits.unless_unread():
+        raise BrokenPipeError("a socket")

@@ -167,14 +167,3 @@ def test_train_continues_an_earlier_run(earlier, name, module):
     assert restore.steps(workdir / runs.CHECKPOINTS) == [2, 3]
     config = json.loads((workdir / runs.CONFIG).read_text())
     assert (config["version"], config["system"][:2]) == (versions.VERSION, name[:2])
-
-
-def test_sampling_a_run_of_another_system_is_a_one_line_error(earlier):
-    ended = commands.run(
-        "sd_jax.sample", f"--workdir={earlier / 'imagen_cc541fd'}", "--prompt=a", "--out=nowhere"
-    )
-    assert ended.code == 2
-    assert ended.err.splitlines()[-1] == (
-        f"error: {earlier / 'imagen_cc541fd'} is a run of imagen_jax, not of sd_jax: give it to "
-        "the commands of imagen_jax"
-    )

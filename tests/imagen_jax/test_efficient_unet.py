@@ -120,7 +120,7 @@ def test_a_missing_low_res_image_or_time_is_an_error():
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
     ],
 )
-def test_inconsistent_fields_are_errors(changes, message):
+def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(EfficientUNet(**SMALL | changes), 32)
 

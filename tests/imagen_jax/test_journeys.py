@@ -144,32 +144,6 @@ def test_scores_during_training_require_the_text_encoder(tmp_path, monkeypatch):
         open_evaluation(s, inputs.open_prompts)
 
 
-@pytest.mark.slow
-def test_embeddings_from_files_a_store_or_the_encoder_train_equally(root, base):
-    """Compare losses with equal weights, images and noise, and pictures drawn by the models."""
-    captions = f"--config.data.path={root / 'images'}", "--config.data.text=txt"
-    weights, store = f"--config.text.weights={root / 't5'}", f"--config.text.store={root / 'store'}"
-    prompts = f"--config.prompts=('{PROMPT}',)"
-    run("diffusion_jax.precache", *BASE, *captions, weights, store, prompts)
-    run("train", *BASE, *captions, store, prompts, f"--workdir={root / 'stored'}")
-    run("train", *BASE, *captions, weights, prompts, f"--workdir={root / 'online'}")
-    online = losses(root / "online")
-    np.testing.assert_allclose(losses(base), online, rtol=1e-3)
-    np.testing.assert_allclose(losses(root / "stored"), online, rtol=1e-2)
-
-    def draw(name, prompt, *more):
-        out = root / f"{name}_{prompt[:5]}"
-        arguments = (f"--workdir={root / name}", "--seed=3", f"--prompt={prompt}", "--guidance=4")
-        run("sample", *arguments, *more, f"--out={out}")
-        return pixels(out)[0]
-
-    online, other = draw("online", PROMPT), draw("online", "two cats")
-    texts_differ = abs(online - other).mean()
-    for name in ("base", "stored"):
-        differ = abs(online - draw(name, PROMPT, f"--text_weights={root / 't5'}")).mean()
-        assert differ < texts_differ / 5, (name, differ, texts_differ)
-
-
 @pytest.mark.gate
 @pytest.mark.slow
 def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, enlarger):
@@ -198,22 +172,6 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
         assert float(row["fd_inception"]) > 0 and -1 < float(row["clip_score"]) < 1
     curve = np.asarray(Image.open(folder / "curve.png").convert("L"))
     assert min(curve.shape) > 300 and curve.std() > 5
-
-
-@pytest.mark.slow
-def test_training_on_embeddings_with_scores_and_sample_sheets(root):
-    clip = tiny_weights.clip_folder(root / "clip2", "open_clip")
-    run(
-        "train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'scored'}",
-        f"--config.text.weights={root / 't5'}", f"--config.prompts=('{PROMPT}',)",
-        "--config.evaluation.every=8", f"--config.evaluation.prompts={root / 'prompts.txt'}",
-        "--config.evaluation.num_prompts=4", f"--config.evaluation.clip={clip}",
-        "--config.evaluation.guidance=(1.0,3.0)",
-    )  # fmt: skip
-    last = run_log.read_metrics(root / "scored" / run_log.METRICS)[-1]
-    scores = [last[f"evaluation/guidance_{scale}/clip_score"] for scale in (1, 3)]
-    assert np.isfinite(scores).all() and scores[0] != scores[1]
-    assert (root / "scored" / "samples" / "step_00000003.png").is_file()
 
 
 @pytest.mark.gate

@@ -246,7 +246,7 @@ def test_bfloat16_is_within_5_percent_and_returns_float32():
         (dict(attention_impl="fast"), "unet.attention_impl is 'fast'"),
     ],
 )
-def test_inconsistent_fields_are_errors(changes, message):
+def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Transformer(**SMALL | changes).check()
     Transformer(**SMALL).check()

@@ -358,7 +358,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "the heads have width 4"),
     ],
 )
-def test_inconsistent_fields_are_errors(changes, message):
+def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(UNet(**SMALL | changes))
 

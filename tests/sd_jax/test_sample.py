@@ -86,24 +86,3 @@ def test_image_to_image_changes_less_with_a_lower_strength(four, published, tmp_
         assert preview.size == (136, 216)
     assert not (tmp_path / "1" / "preview.png").exists()
     assert np.abs(few[0].astype(int) - all_steps[0]).max() > 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give exactly one of --workdir=FOLDER (a training run) and --model=PATH"),
-        (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
-        (("--model={d}", "--prompts=nope.txt"), "nope.txt"),
-        (("--model={d}", "--prompt=a", "--height=9"), "height is 9: it must be a mult"),
-        (("--model={d}", "--prompt=a", "--sampler=ddimm"), "--sampler is 'ddimm': did you mean"),
-        (("--model={d}", "--prompt=a", "--steps=1001"), "--steps is 1001: it must be"),
-        (("--model=nope", "--prompt=a"), "nope"),
-        (("--model={d}", "--prompt=a", "--image=nope.png"), "nope.png"),
-    ],
-)
-def test_wrong_arguments_print_one_line_and_write_nothing(published, tmp_path, arguments, message):
-    filled_arguments = (argument.format(d=published / "d") for argument in arguments)
-    ended = run(f"--out={tmp_path / 'out'}", *filled_arguments)
-    assert (ended.code, message in ended.err) == (2, True), ended.err
-    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
-    assert not (tmp_path / "out").exists()

@@ -52,7 +52,7 @@ def test_a_mask_is_turned_and_cropped_with_its_picture(tmp_path):
     np.testing.assert_array_equal(read.mask[0], turned[:SIDE, :, 3])
 
 
-def test_every_pixel_of_an_opaque_picture_counts(tmp_path):
+def test_every_pixel_of_an_opaque_picture_has_loss_weight_1(tmp_path):
     read = opened(write(tmp_path / "a", PIXELS[..., :3]), "alpha").columns(np.arange(4))
     assert (read.mask == 255).all()
 

@@ -76,7 +76,7 @@ def test_a_data_set_without_usable_records_is_an_error_with_counts(folder):
         opened.read(np.array([0]))
 
 
-def test_the_error_says_if_only_some_records_were_tried(folder, monkeypatch):
+def test_the_error_for_broken_pictures_says_if_only_some_were_tried(folder, monkeypatch):
     monkeypatch.setattr(pictures, "_MAX_SUBSTITUTES", 5)
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(ValueError, match=r"no usable record was found in 5 tries among 40 records"):

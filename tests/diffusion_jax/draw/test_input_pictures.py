@@ -51,7 +51,7 @@ def test_a_16_bit_tiff_with_white_as_zero_is_inverted(tmp_path):
     assert np.asarray(image)[0, :, 0].tolist() == [255, 254, 127, 0]
 
 
-def test_a_picture_to_draw_over_stays_as_it_is(tmp_path):
+def test_a_turned_picture_is_opened_upright_and_its_original_is_not_changed(tmp_path):
     exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
     exif[ExifTags.Base.Orientation] = 6
     stored.save(tmp_path / "turned.jpg", exif=exif)

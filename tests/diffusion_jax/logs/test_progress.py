@@ -74,3 +74,12 @@ def test_step_line_shows_rate_loss_time_left_memory_and_utilization():
 def test_step_line_formats_the_time_left_as_h_mm_ss(seconds, expected):
     line = progress.step_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
     assert line == f"step 1/2 | 9.9 images/s | loss 1.0000 | {expected} left"
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "pass", "1 pass"), (0, "pass", "0 passes"), (1, "word", "1 word"),
+     (2000, "word", "2,000 words")],
+)  # fmt: skip
+def test_counted_chooses_the_singular_or_the_plural(count, noun, text):
+    assert progress.counted(count, noun) == text

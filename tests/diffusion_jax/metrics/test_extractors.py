@@ -79,7 +79,7 @@ def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
         extractors.inception_extractor(weights, level="100")
 
 
-def test_an_extractor_of_several_levels_returns_their_features_side_by_side(monkeypatch):
+def test_features_of_several_levels_are_concatenated(monkeypatch):
     """Here, the features of a level equal the number of letters in its name."""
     level = lambda outputs, name: jax.numpy.full(
         (len(outputs), inception.LEVELS[name]), float(len(name))

@@ -33,7 +33,7 @@ def typed(monkeypatch):
 def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys):
     assert questions.method(ASK, photos(), TRAINED) == "no"
     printed = capsys.readouterr().out
-    assert "60 pictures are few" in printed and "--finetune=lora: add a LoRA" in printed
+    assert "of 60 pictures is small" in printed and "--finetune=lora: add a LoRA" in printed
     assert questions.tall(ASK, photos()) == "crop"
     assert "at least 2 times the shorter one" in capsys.readouterr().out
 

@@ -185,17 +185,17 @@ def test_the_number_of_waiting_jobs_is_limited(site, slow):
     slow.go.release(2)
 
 
-def test_ten_thousand_jobs_leave_a_short_queue(site, slow):
+def test_a_thousand_jobs_leave_a_short_queue(site, slow):
     """At most 16 jobs wait and 200 are listed, however many are requested."""
     picture = lambda n: server.Picture("slow", "a", n, ())
     first = site.queue.add([picture(0)])
     wait_for(lambda: first.state == "drawing")
     waiting = [site.queue.add([picture(n)]) for n in range(jobs.WAITING)]
-    for n in range(10_000):
+    for n in range(1_000):
         with pytest.raises(jobs.Full):
             site.queue.add([picture(n)])
     assert site.queue.ahead(waiting[-1]) == jobs.WAITING
-    for n in range(10_000):
+    for n in range(1_000):
         site.queue.cancel(waiting.pop())
         waiting.append(site.queue.add([picture(n)]))
         assert len(site.queue.jobs) <= jobs._MAX_JOBS
@@ -205,8 +205,8 @@ def test_ten_thousand_jobs_leave_a_short_queue(site, slow):
     slow.go.release(4)
 
 
-def test_an_hour_of_polling_takes_no_memory(tmp_path, slow):
-    """A tab asks every three seconds. A leaked copy of this run's curve would take 30 kB."""
+def test_polling_takes_no_memory(tmp_path, slow):
+    """A leaked copy of this run's curve would take 30 kB."""
     lines = [run_log.metrics_line(step, {"loss": 1 / step}) for step in range(1, 401)]
     (tmp_path / run_log.METRICS).write_text("".join(lines))
     app = server.app(server.Site("imagen_jax", {"slow": slow}, {"slow": [str(tmp_path)]}), HOSTS)
@@ -221,7 +221,7 @@ def test_an_hour_of_polling_takes_no_memory(tmp_path, slow):
     tracemalloc.start()
     try:
         before = poll(20)
-        assert poll(1200) - before < 1200 * 100
+        assert poll(100) - before < 100 * 1000
     finally:
         tracemalloc.stop()
 

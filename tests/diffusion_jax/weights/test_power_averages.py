@@ -156,7 +156,7 @@ def error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-def test_a_width_above_the_configured_ones_is_an_error(walked):
+def test_an_ema_width_above_0_28_is_an_error(walked):
     message = r"no average '0\.281' .*\['power-0\.05', 'power-0\.1', 'a width up to 0\.28'\]"
     with pytest.raises(ValueError, match=message):
         restore.items_of(epath.Path(walked[2].parent / restore.SNAPSHOTS / "480"), "0.281")

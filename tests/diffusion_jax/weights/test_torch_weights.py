@@ -124,7 +124,7 @@ def test_params_are_float32_for_every_saved_dtype(dtype):
 def test_arrays_of_integers_are_an_error_that_names_one():
     state = state_dict()
     state["block.1.bias"] = state["block.1.bias"].astype(np.int8)
-    with pytest.raises(ValueError, match=r"1 arrays hold integers: block\.1\.bias\. Quantised"):
+    with pytest.raises(ValueError, match=r"these arrays hold integers: block\.1\.bias\. Quantised"):
         torch_weights.to_params(state, TABLE, ABSTRACT)
 
 
@@ -155,9 +155,7 @@ def test_missing_and_unexpected_keys_are_an_error_that_names_them():
 )
 def test_an_array_of_another_shape_is_an_error_that_names_it(name, shape, expected):
     state = state_dict() | {name: np.zeros(shape, np.float32)}
-    message = (
-        f"1 arrays have shapes that differ from the model's: {name} {shape} where the model has "
-    )
+    message = f"shapes that differ from the model's: {name} {shape} where the model has "
     with pytest.raises(ValueError, match=re.escape(f"{message}{expected}")):
         torch_weights.to_params(state, TABLE, ABSTRACT)
 

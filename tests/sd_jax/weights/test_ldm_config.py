@@ -111,7 +111,7 @@ def test_nemos_config_gives_heads_prediction_and_size(tmp_path):
     assert (read.unet.network, read.predicts, read.latent_size) == (FOUR, "v", 32)
 
 
-def test_training_from_a_file_takes_heads_from_the_config(file):
+def test_training_from_a_file_takes_attention_heads_from_the_config(file):
     params = opened.read_unet(file, FOUR, TEXT_WIDTH)
     kernel = params["params"]["init_conv"]["kernel"]
     expected = state()["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)

@@ -1,7 +1,6 @@
 """The weights command: conversion, exit codes and messages."""
 
 import numpy as np
-import pytest
 
 from sd_jax.weights import checkpoints
 from tests.imagen_jax import commands
@@ -25,17 +24,3 @@ def test_convert_prints_what_it_mapped_and_verifies_the_result(tmp_path):
     )
     assert ended.out.startswith("unet: 168 arrays (ldm), ")
     assert checkpoints.load(target).unet.network == WIDE.clone(norm_groups=16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "usage: python -m sd_jax.weights convert --from=PATH"),
-        (("verify", "case.npz"), "usage: "),
-        (("convert", "--from=a.npz"), "usage: "),
-        (("convert", "--from=no.ckpt", "--to=b"), "error: there is no file no.ckpt"),
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments, message):
-    ended = run(*arguments)
-    assert ended.code == 2 and message in ended.err, ended.err

@@ -208,7 +208,7 @@ def test_a_second_data_set_with_the_same_captions_is_tested_on_the_same_records(
     assert captions == test.captions
 
 
-def test_unusable_pictures_of_another_style_are_skipped_with_their_captions(untrained, monkeypatch):
+def test_a_damaged_picture_of_the_other_style_is_left_out_with_its_caption(untrained, monkeypatch):
     class Damaged(Stripes):
         def usable(self, indices):
             whole = indices[indices != 33]
