@@ -66,6 +66,8 @@ class Task(NamedTuple):
     `sample` calls this function."""
     constrain: Callable[[Params], Params] = lambda params: params
     """Maps updated parameters to those that a training step returns, as for weights of length 1."""
+    shown: Callable[[Frozen, Batch], Images | None] = lambda frozen, batch: None
+    """Returns the pictures, in [-1, 1], of a training batch without "image", or None."""
 
 
 def to_range(
