@@ -129,11 +129,14 @@ def test_sample_logs_the_rate_and_the_time_left(six):
     ],
 )
 def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, arguments, message):
-    ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", *arguments)
+    out, embedding = tmp_path / "out", tmp_path / "a.npy"
+    np.save(embedding, np.zeros((2, 32), np.float32))
+    named = [argument.replace("a.npy", str(embedding)) for argument in arguments]
+    ended = commands.run("sample", f"--workdir={trained}", f"--out={out}", *named)
     assert (ended.code, message in ended.err) == (2, True), ended.err
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert not out.exists()
 
 
 def test_missing_flags_are_named_with_their_meaning(trained):
