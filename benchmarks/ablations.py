@@ -43,13 +43,13 @@ from diffusion_jax.config.named import one_of
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import guidance, guidance_kinds, samplers
 from diffusion_jax.draw import options, program
-from diffusion_jax.evaluate import scorers
+from diffusion_jax.evaluate import evaluate_command, scorers
 from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.train import loop, scoring
 from diffusion_jax.train.trace import FOLDER, Trace
 from diffusion_jax.train.train_command import exit_if_stopped
 from diffusion_jax.weights import restore
-from imagen_jax import cascade, evaluate
+from imagen_jax import cascade
 from imagen_jax import train as imagen_train
 from imagen_jax.settings import Settings, read_settings
 
@@ -378,7 +378,9 @@ def drawn(
     s = cascade.read_run(workdir, options.fields(cascade.OPTIONS, chosen))
     steps = chosen.pop("steps", steps_for(s))
     values = {**chosen, "steps": steps}
-    subject = evaluate.open_subject([str(workdir)], [[values]], [[{"ema": ema}]])
+    subject = evaluate_command.open_subject(
+        cascade.KIND, [str(workdir)], [[values]], [[{"ema": ema}]]
+    )
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     seconds = []

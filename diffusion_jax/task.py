@@ -67,6 +67,8 @@ class Task(NamedTuple):
     constrain: Callable[[Params], Params] = lambda params: params
     """Projects updated parameters, such as weights that must keep length 1. A training step returns
     its result."""
+    shown: Callable[[Frozen, Batch], Images | None] = lambda frozen, batch: None
+    """Returns the pictures, in [-1, 1], of a training batch without "image", or None."""
 
 
 def to_range(

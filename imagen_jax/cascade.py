@@ -18,6 +18,7 @@ from typing import Any
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import options
 from diffusion_jax.draw import stage as stage_module
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.draw.model import Enlarger, Model
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.draw.program import previewed
@@ -81,6 +82,12 @@ class Cascade(Model):
         card = {"guidance": self.stages[0].settings.sampler.guidance, "stages": stage_cards}
         return card if self.strengths is None else {**card, "strength": list(self.strengths)}
 
+    def describe(self, stage: Stage) -> dict[str, Any]:
+        """Describe a stage without its guidance, which a score's card holds anyway."""
+        described = describe(stage)
+        del described["sampler"]["guidance"]
+        return described
+
 
 def load(*workdirs: str | os.PathLike[str], **values: Any) -> Cascade:
     """Open the model of a run, or a cascade of several models, to draw with it.
@@ -133,6 +140,9 @@ def open_stages(
         for run in zip(workdirs, settings, typed, strict=True)
     ]
     return Cascade(stages, typed)
+
+
+KIND = Kind("imagen_jax", OPTIONS, (1, 1.5, 2, 3, 4, 5, 6), open_stages)
 
 
 def load_stage(

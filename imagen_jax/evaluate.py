@@ -29,65 +29,9 @@ of each score. The scores are also written to the run's metrics, and WORKDIR/rep
 everything on one page.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-from absl import flags
-
-from diffusion_jax.draw import option_flags
-from diffusion_jax.draw.options import Values
-from diffusion_jax.draw.stage import Stage
-from diffusion_jax.evaluate import evaluate_command as evaluation
-from diffusion_jax.evaluate.evaluate_command import Subject
+from diffusion_jax.evaluate.evaluate_command import command
 from diffusion_jax.web import frozen
-from imagen_jax import cascade
-
-GUIDANCE = (1, 1.5, 2, 3, 4, 5, 6)
-
-
-def open_subject(
-    workdirs: Sequence[str],
-    points: Sequence[Sequence[Values]] = (),
-    weights: Sequence[Sequence[Values]] = (),
-) -> Subject:
-    """Open a single model or a cascade for evaluation.
-
-    Args:
-        workdirs: The workdir of each stage; one workdir for a single model.
-        points: For each combination of sampler settings to score, a list with the option values of
-            every stage, keyed as in cascade.OPTIONS. By default, there is one combination, with the
-            values of the configs.
-        weights: For each stage, a list of the weights to evaluate, each as the values of the
-            options "ema" and "checkpoint". Stages beyond the end of this sequence use the newest
-            checkpoint, and its average with the largest decay.
-
-    Raises:
-        FileNotFoundError: If a workdir holds no run.
-        ValueError: If a value is invalid, `weights` has more entries than there are stages, the
-            first stage is a super-resolution model, a stage does not draw images of the size that
-            the next stage enlarges, or the images are not square.
-    """
-    points = evaluation.with_weights(points or [[{}] * len(workdirs)], weights)
-    model = cascade.open_stages(workdirs, points[0])
-    model.check([], [])
-    return evaluation.of_model(model, points, _describe, model.stages[-1].settings.data.source)
-
-
-def _describe(stage: Stage) -> dict[str, Any]:
-    described = cascade.describe(stage)
-    del described["sampler"]["guidance"]  # The metadata of a score hold the point's own guidance.
-    return described
-
+from imagen_jax.cascade import KIND
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_multi_string(
-        "workdir", None, "The workdir of a training run; repeat it for a cascade.", required=True
-    )
-    _OPTIONS = option_flags.define_axes(cascade.OPTIONS, without=evaluation.AXES)
-
-    def open_subjects(weights: Sequence[Sequence[Values]]) -> list[Subject]:
-        """Open the model or cascade that the flags name, as the only Subject."""
-        points = option_flags.points(cascade.OPTIONS, _OPTIONS, len(_WORKDIR.value))
-        return [open_subject(_WORKDIR.value, points, weights)]
-
-    evaluation.command(open_subjects, GUIDANCE, frozen.write)
+    command(KIND, frozen.write)

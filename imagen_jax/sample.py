@@ -38,37 +38,24 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax import files
-from diffusion_jax.config import ranges
 from diffusion_jax.data import embeddings
-from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
+from diffusion_jax.draw import input_pictures
+from diffusion_jax.draw.sample_command import Inputs, command
 from diffusion_jax.logs.progress import counted
 from diffusion_jax.metrics import images as pictures_of
-from imagen_jax import cascade
+from imagen_jax.cascade import KIND
 
-_WORKDIR = flags.DEFINE_multi_string(
-    "workdir", None, "The workdir of a training run; repeat it for a cascade.", required=True
-)
 _EMBEDDINGS = flags.DEFINE_multi_string(
     "embeddings", [], "A file with the embedding of one text; may be repeated."
 )
 _LOW_RES = flags.DEFINE_multi_string(
     "low_res", [], "A picture to enlarge, one per text, or a folder with the pictures of all texts."
 )
-_PICTURES = input_pictures.define()
-_STRENGTH = flags.DEFINE_list(
-    "strength",
-    ["0.8"],
-    "Share of the steps that draw over --image: one value for the first stage, or one per stage.",
-)
 _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write the images of the earlier stages.")
-_OPTIONS = option_flags.define_by_stage(cascade.OPTIONS)
-_BATCH = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or one per stage.")
 
 
-def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
-    """Open the models and input files that the flags name.
+def read(prompts: list[str], out: pathlib.Path) -> Inputs:
+    """Open the input files that the flags name.
 
     `prompts` holds the texts of --prompt and --prompts. It must be empty if --embeddings is given.
     The output folder `out` is not used.
@@ -81,30 +68,19 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
             "give either prompts (--prompt=TEXT or --prompts=FILE) or "
             "--embeddings=FILE, computed with the models' text encoder"
         )
-    workdirs = _WORKDIR.value
-    batch_sizes = option_flags.each("batch_size", _BATCH.value, ranges.Count, len(workdirs))
-    values = option_flags.by_stage(cascade.OPTIONS, _OPTIONS, len(workdirs))
-    pictures = _PICTURES(len(prompts or _EMBEDDINGS.value))
-    model = cascade.open_stages(workdirs, values, embedded=not prompts)
-    if pictures:
-        each = [ranges.read_value("--strength", text, ranges.Share) for text in _STRENGTH.value]
-        strengths = model.each_strength(each if len(each) > 1 else each[0])
-        model = model.changed([{}] * len(workdirs), strengths=strengths)
-    if prompts:
-        warn_of_cuts(model.stages[0].encoder, prompts)
-        model.warn_of_words(prompts)
     captions, texts = (prompts, prompts) if prompts else _embeddings()
     small = [path for name in _LOW_RES.value for path in pictures_of.paths_in(name)]
-    paths = {"embeddings": _EMBEDDINGS.value, "low_res": small}
-    paths |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in small]
     if images and len(images) != len(captions):
         raise ValueError(
             f"--low_res has {counted(len(images), 'picture')} for "
             f"{counted(len(captions), 'text')}: give one per text"
         )
-    low_res = [np.asarray(image) for image in images]
-    return model, Inputs(captions, texts, pictures, low_res, batch_sizes, paths, _ALL_SIZES.value)
+    return Inputs(
+        captions, texts, low_res=[np.asarray(image) for image in images],
+        paths={"embeddings": _EMBEDDINGS.value, "low_res": small},
+        all_sizes=_ALL_SIZES.value, opening={"embedded": not prompts},
+    )  # fmt: skip
 
 
 def _embeddings() -> tuple[list[str], list[np.ndarray]]:
@@ -115,4 +91,4 @@ def _embeddings() -> tuple[list[str], list[np.ndarray]]:
 
 
 if __name__ == "__main__":
-    command(open_model)
+    command(KIND, read)

@@ -12,7 +12,7 @@ For a cascade, separate its stages by commas: --workdir=runs/base64,runs/sr256.
 """
 
 from diffusion_jax.web.web_command import command
-from imagen_jax import cascade
+from imagen_jax.cascade import KIND
 
 if __name__ == "__main__":
-    command("imagen_jax", lambda stages, values: cascade.load(*stages, **values), cascade.OPTIONS)
+    command(KIND)

@@ -18,6 +18,7 @@ from absl import logging
 from diffusion_jax import files
 from diffusion_jax.config import ranges
 from diffusion_jax.draw import options, program
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Option, Options, Values
 from diffusion_jax.draw.stage import Stage
@@ -125,7 +126,23 @@ class StableDiffusion(Model):
         if self.strengths and self.strengths[0] < 1:
             p = p._replace(strength=self.strengths[0])
             card |= {"strength": p.strength, "steps_taken": p.steps_taken}
-        return card | describe_additions(self.file, self.values[0])
+        return card | self._additions()
+
+    def describe(self, stage: Stage) -> dict[str, Any]:
+        """Return the training seed and the VAE of a run, and what changes the pictures."""
+        s, described = stage.settings.sampler, {}
+        if stage.step:
+            run = trained.read_run(stage.workdir, options.fields(OPTIONS, self.values[0]))
+            described = {"training_seed": run.run.seed, "vae": run.vae_weights}
+        described |= self._additions() | {"workdir": stage.workdir, "eta": s.eta}
+        described |= {"negative_prompt": s.negative_prompt}
+        return described | describe_grid(s) | describe_guidance(stage)
+
+    def _additions(self) -> dict[str, list[str]]:
+        """Return the LoRA files and embeddings that are added to the model, if any."""
+        files_of = embedding_files.split(self.values[0].get("embedding", ""))
+        paths = {"lora": self.file.lora, "embedding": files_of}
+        return {name: list(of_kind) for name, of_kind in paths.items() if of_kind}
 
 
 def load(path: str | os.PathLike[str], **values: Any) -> StableDiffusion:
@@ -172,10 +189,21 @@ def load(path: str | os.PathLike[str], **values: Any) -> StableDiffusion:
     return model
 
 
-def describe_additions(file: File, values: Values) -> dict[str, list[str]]:
-    """Return metadata of a model: the LoRA files and embeddings that are added to it, if any."""
-    paths = {"lora": file.lora, "embedding": embedding_files.split(values.get("embedding", ""))}
-    return {name: list(of_kind) for name, of_kind in paths.items() if of_kind}
+def open_alone(paths: Sequence[str], values: Sequence[Values]) -> StableDiffusion:
+    """Open the model at the only one of `paths`, with the only one of `values` (see `load`).
+
+    Raises:
+        ValueError: There are several paths, but Stable Diffusion has no cascades.
+    """
+    if len(paths) > 1:
+        raise ValueError(
+            f"--workdir={','.join(paths)} does not exist, and Stable Diffusion has no cascades of "
+            "several models: repeat --workdir for each model"
+        )
+    return load(paths[0], **values[0])
+
+
+KIND = Kind("sd_jax", OPTIONS, (1.5, 2, 3, 4, 5, 6, 7, 8), open_alone, FILE_OPTIONS)
 
 
 def describe_guidance(stage: Stage) -> dict[str, Any]:

@@ -40,23 +40,10 @@ from jaxtyping import ArrayLike
 
 from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.input_pictures import InputPictures
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts
+from diffusion_jax.draw.sample_command import Inputs, command
 from diffusion_jax.files import sheets
-from sd_jax import drawing, settings
+from sd_jax.drawing import KIND
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
-_MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint file.")
-_OPTIONS = option_flags.define(drawing.OPTIONS)
-_PICTURES = input_pictures.define()
-_STRENGTH = flags.DEFINE_float(
-    "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
-)
-_BATCH = flags.DEFINE_integer(
-    "batch_size", None, "Number of images to draw at once.", lower_bound=1
-)
 _PREVIEW = flags.DEFINE_integer(
     "preview_every", 0,
     "Steps between updates of preview.png, which shows the unfinished images; 0: never.",
@@ -64,35 +51,14 @@ _PREVIEW = flags.DEFINE_integer(
 )  # fmt: skip
 
 
-def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
-    """Open the model and the pictures that the flags name.
+def read(prompts: list[str], out: pathlib.Path) -> Inputs:
+    """Return the prompts, at least one, and a function that draws the preview of --preview_every.
 
-    Args:
-        prompts: The prompts, at least one.
-        out: The output folder, where --preview_every writes preview.png.
-
-    Raises:
-        ValueError: There is no prompt, or the flags contradict each other.
+    The preview is written to the output folder `out`. Raises ValueError if there is no prompt.
     """
-    if bool(_WORKDIR.value) == bool(_MODEL.value):
-        raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-    values, pictures = option_flags.values(drawing.OPTIONS, _OPTIONS), _PICTURES(len(prompts))
-    if pictures:
-        values |= _size(pictures)
-        settings.check_strength(_STRENGTH.value)
-    model = drawing.load(str(_WORKDIR.value or _MODEL.value), **values)
-    model = model.changed(
-        [{}], _preview(out) if _PREVIEW.value else None, [_STRENGTH.value] if pictures else None
-    )
-    (stage,) = model.stages
-    s = stage.settings.sampler
-    if not s.prompt_weights:  # It reads texts of any length.
-        warn_of_cuts(stage.encoder, [*prompts, s.negative_prompt])
-    model.warn_of_words(prompts)
-    paths = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    return model, Inputs(prompts, prompts, pictures, batch_sizes=[_BATCH.value], paths=paths)
+    return Inputs(prompts, prompts, preview=_preview(out) if _PREVIEW.value else None)
 
 
 def _preview(out: pathlib.Path) -> Preview:
@@ -108,19 +74,5 @@ def _preview(out: pathlib.Path) -> Preview:
     return show
 
 
-def _size(pictures: InputPictures) -> dict[str, int]:
-    """Return the height and width of --height and --width, or those of the pictures to draw over.
-
-    Raises ValueError if neither determines the size.
-    """
-    width, height = (_OPTIONS[side].value for side in ("width", "height"))
-    first = pictures.images[0]
-    if not (width and height) and len({image.size for image in pictures.images}) > 1:
-        raise ValueError(
-            "the pictures of --image differ in size: give --height and --width, to resize them all"
-        )
-    return {"height": height or first.height, "width": width or first.width}
-
-
 if __name__ == "__main__":
-    command(open_model)
+    command(KIND, read)

@@ -264,12 +264,6 @@ _OTHER_UNETS = {
 }
 
 
-def check_strength(strength: float) -> None:
-    """Raise ValueError unless a model can draw over a picture with this share of its steps."""
-    if not 0 < strength <= 1:
-        raise ValueError(f"strength is {strength}: it must be above 0 and at most 1")
-
-
 def check_pipeline(p: Pipeline) -> None:
     """Raise ValueError if a model cannot draw with these settings."""
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
@@ -288,7 +282,8 @@ def check_pipeline(p: Pipeline) -> None:
         )
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
-    check_strength(p.strength)
+    if not 0 < p.strength <= 1:
+        raise ValueError(f"strength is {p.strength}: it must be above 0 and at most 1")
     if p.steps_taken < 1:
         raise ValueError(
             f"strength is {p.strength}, which takes {p.steps_taken} of {p.sampler.steps} sampling "

@@ -30,7 +30,14 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     """
     system = StableDiffusion(s.pipeline, encoder, field_drop_prob=s.data.fields_drop_prob)
     frozen = {"text": encoder.frozen, "vae": vae_params}
-    return model.make_task(system, s.diffusion, s.sampler, s.text.drop_prob, frozen)
+    task = model.make_task(system, s.diffusion, s.sampler, s.text.drop_prob, frozen)
+
+    def shown(frozen, batch):  # The images that the VAE decodes from the means of the moments.
+        mean, _ = vae_module.mean_and_std(batch["moments"])
+        images: Any = s.vae.apply(frozen["vae"], mean, method="decode")
+        return images if s.latents.pixels == "symmetric" else 2 * images - 1
+
+    return task if vae_params is None else task._replace(shown=shown)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:

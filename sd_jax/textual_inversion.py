@@ -38,6 +38,7 @@ def adapt(task: Task, base: Params) -> Task:
         measure=task.measure and task.measure._replace(errors=with_word(task.measure.errors)),
         sampler_inputs=task.sampler_inputs and with_word(task.sampler_inputs),
         constrain=lambda params: params,
+        shown=lambda frozen, batch: task.shown(frozen["task"], batch),
     )
 
 

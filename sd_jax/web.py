@@ -10,27 +10,8 @@ A --workdir may also be a diffusers directory. The command needs the extra [web]
 starlette uvicorn.
 """
 
-from collections.abc import Sequence
-
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Values
 from diffusion_jax.web.web_command import command
-from sd_jax import drawing
-
-
-def open_model(stages: Sequence[str], values: Values) -> Model:
-    """Open the model in the workdir `stages[0]`, to draw with the given option values.
-
-    Raises:
-        ValueError: `stages` has several workdirs, but Stable Diffusion has no cascades.
-    """
-    if len(stages) > 1:
-        raise ValueError(
-            f"--workdir={','.join(stages)} does not exist, and Stable Diffusion has no cascades of "
-            "several models: repeat --workdir for each model"
-        )
-    return drawing.load(stages[0], **values)
-
+from sd_jax.drawing import KIND
 
 if __name__ == "__main__":
-    command("sd_jax", open_model, drawing.OPTIONS)
+    command(KIND)

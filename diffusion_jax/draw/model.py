@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jaxtyping import Array, ArrayLike, Float, UInt8
-from PIL import Image
 
 from diffusion_jax import files, runs
 from diffusion_jax.config import ranges
@@ -117,7 +116,8 @@ class Drawing:
 class Model:
     """A run, or the runs of a cascade, whose weights and compiled programs stay in memory.
 
-    A subclass adds what differs between systems: `options`, `tokenize`, `check` and `card`.
+    A subclass adds what differs between systems: `options`, `tokenize`, `check`, `card` and
+    `describe`.
     """
 
     options: ClassVar[Options] = {}
@@ -190,15 +190,11 @@ class Model:
         small = None
         if low_res is not None:
             small = input_pictures.upright(low_res, "RGB", "low_res")
-        values = {**values, **self._size_of(over and over.images[0], values)}
         for name in values:
             if name in self.options and self.options[name].at_load:
                 raise ValueError(f"{name} cannot change after loading: pass it to load()")
-        model = self.changed(
-            options.by_stage(values, len(self.stages)),
-            self._show if progress else None,
-            self.each_strength(0.8 if strength is None else strength) if over else None,
-        )
+        share = 0.8 if strength is None else strength
+        model = self.over(over, share, values, self._show if progress else None)
         model.warn_of_words(prompts)
         if small is not None and model.enlarger is not None:
             model.stages = model.stages[model.enlarger.stage :]
@@ -329,6 +325,26 @@ class Model:
         )
         return model
 
+    def over(
+        self,
+        pictures: InputPictures | None,
+        strength: float | Sequence[float],
+        values: Values,
+        preview: Preview | None,
+    ) -> "Model":
+        """Return the model as `changed` does, with the size and strength for drawing over pictures.
+
+        `strength` is one value for the first stage, or one per stage. In `values`, a list holds one
+        value per stage.
+
+        Raises:
+            ValueError: A value is invalid, or the pictures differ in size although the model's
+                drawings have the size of the picture.
+        """
+        values = {**values, **self._size_of(pictures, values)}
+        strengths = self.each_strength(strength) if pictures else None
+        return self.changed(options.by_stage(values, len(self.stages)), preview, strengths)
+
     def check_values(self, values: Sequence[Values]) -> None:
         """Raise ValueError if `changed` cannot use these values. No weights are loaded."""
         for stage, of_stage in zip(self.stages, self._merged(values), strict=True):
@@ -370,16 +386,27 @@ class Model:
         """Return the models and their settings, for a line of `sample`'s metadata.jsonl."""
         raise NotImplementedError
 
-    def _size_of(self, image: Image.Image | None, values: Values) -> Values:
-        """Return option values that set the height and width to those of the picture `image`.
+    def describe(self, stage: Stage) -> dict[str, Any]:
+        """Return the entry of a stage in the list "models" of a score's card."""
+        raise NotImplementedError
+
+    def _size_of(self, pictures: InputPictures | None, values: Values) -> Values:
+        """Return option values that set the height and width to those of the pictures.
 
         A side that the user has chosen is left out. The result is {} if there is no picture, or if
         `any_shape` is False.
         """
-        if image is None or not self.any_shape:
+        if pictures is None or not self.any_shape:
             return {}
         chosen = {name for name, value in {**self.values[0], **values}.items() if value is not None}
-        return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
+        sides = [side for side in ("height", "width") if side not in chosen]
+        first, *others = pictures.images
+        if sides and any(image.size != first.size for image in others):
+            raise ValueError(
+                "the pictures of --image differ in size: give --height and --width, to resize them "
+                "all"
+            )
+        return {side: getattr(first, side) for side in sides}
 
     def each_strength(self, strength: float | Sequence[float]) -> list[float]:
         """Return the strength of each stage. A single value is for the first stage; others get 1.

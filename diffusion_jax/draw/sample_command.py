@@ -1,8 +1,8 @@
 """The sampling command of every system: draw prompts, and write the images and their metadata.
 
 The command writes a PNG file for each image, a contact sheet and metadata.jsonl. Before that, it
-moves an earlier drawing out of the folder, so that no picture is overwritten. A system reads its
-own flags and opens its models. This module handles prompts, seeds, progress and files, in the same
+moves an earlier drawing out of the folder, so that no picture is overwritten. A system reads the
+flags that only it has. This module handles models, prompts, seeds, progress and files, in the same
 way for all systems.
 """
 
@@ -21,17 +21,19 @@ from absl import flags, logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, files
-from diffusion_jax.config import picture_fields
+from diffusion_jax.config import picture_fields, ranges
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import rows as table_rows
 from diffusion_jax.devices import programs
-from diffusion_jax.draw import layouts, png_text, seeds
+from diffusion_jax.diffusion.guidance import Preview
+from diffusion_jax.draw import input_pictures, layouts, option_flags, png_text, seeds
 from diffusion_jax.draw.input_pictures import InputPictures
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs import progress
-from diffusion_jax.text import TextEncoder
 
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
 
@@ -62,6 +64,10 @@ class Inputs(NamedTuple):
     """Whether to write the images of a cascade's earlier stages as well."""
     numbers: Sequence[Mapping[str, Float[np.ndarray, "_"]]] = ()
     """For each stage, the numbers of fields of each text, from the table of the prompts."""
+    preview: Preview | None = None
+    """Called on the host at each evaluation of the network (see Model.changed)."""
+    opening: Mapping[str, Any] = {}
+    """Further arguments of Kind.open."""
 
     def batches(
         self, model: Model, rows: Sequence[int], seeds: Sequence[int]
@@ -73,15 +79,19 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
 
-def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]]) -> None:
-    """Run `python -m SYSTEM.sample --out=FOLDER`. Its --help shows the calling module's docstring.
+Read = Callable[[list[str], pathlib.Path], Inputs]
+"""A function (prompts, output folder) -> the inputs that a system's own flags name."""
+
+
+def command(kind: Kind, read: Read) -> None:
+    """Run `python -m PACKAGE.sample --out=FOLDER`. Its --help shows the calling module's docstring.
 
     Args:
-        open_model: Takes the prompts (possibly none) and the output folder. It opens the model and
-            the input files that the system's flags name. A ValueError or OSError from it becomes a
-            one-line message and exit code 2.
+        kind: The system.
+        read: Reads the flags that only this system has. There may be no prompt. A ValueError or
+            OSError becomes a one-line message and exit code 2.
     """
-    f = _define_flags()
+    f, open_model = _define_flags(), _define_model(kind, read)
 
     def main() -> None:
         cli.start()
@@ -138,11 +148,15 @@ def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]
     return found
 
 
-def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
+def _warn_of_cuts(stage: Stage, prompts: Sequence[str]) -> None:
     """Log the number of texts that the encoder does not read in full, and what it ignores.
 
     The ignored parts are logged for at most five texts.
     """
+    encoder, s = stage.encoder, stage.settings.sampler
+    if getattr(s, "prompt_weights", False):  # Then the encoder reads texts of any length.
+        return
+    texts = [*prompts, s.negative_prompt]
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
@@ -173,6 +187,62 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
     ]
     return {holder.name: holder for holder in holders}
+
+
+def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]:
+    """Define the flags of models, their options, and pictures to draw over.
+
+    Return a function of the prompts and the output folder. It opens the model and the pictures, and
+    returns the model and what to draw. For `read`, see `command`.
+    """
+    read_paths, read_pictures = kind.define_paths(several=False), input_pictures.define()
+    batch: flags.FlagHolder
+    strength: flags.FlagHolder
+    if cascades := kind.file_options is None:
+        holders = option_flags.define_by_stage(kind.options)
+        batch = flags.DEFINE_list(
+            "batch_size", [], "Images per batch: one value, or one per stage."
+        )
+        strength = flags.DEFINE_list(
+            "strength",
+            ["0.8"],
+            "Share of the steps that draw over --image: one value for the first stage, or one per "
+            "stage.",
+        )
+    else:
+        holders = option_flags.define(kind.options)
+        batch = flags.DEFINE_integer(
+            "batch_size", None, "Number of images to draw at once.", lower_bound=1
+        )
+        strength = flags.DEFINE_float(
+            "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
+        )
+
+    def opened(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
+        workdirs, models = read_paths()
+        if bool(workdirs) == bool(models):
+            raise ValueError(
+                "give exactly one of --workdir=FOLDER (a training run) and --model=PATH"
+            )
+        inputs = read(prompts, out)
+        paths, share = workdirs or models, strength.value
+        if cascades:
+            sizes = option_flags.each("batch_size", batch.value, ranges.Count, len(paths))
+            values = option_flags.by_stage(kind.options, holders, len(paths))
+            each = [ranges.read_value("--strength", text, ranges.Share) for text in share]
+            share = each[0] if len(each) == 1 else each
+        else:
+            sizes, values = [batch.value], [option_flags.values(kind.options, holders)]
+        pictures = read_pictures(len(inputs.captions))
+        model = kind.open(paths, values, **inputs.opening)
+        model = model.over(pictures, share, {}, inputs.preview)
+        if isinstance(inputs.prompts[0], str):  # It is no embedding.
+            _warn_of_cuts(model.stages[0], inputs.prompts)
+            model.warn_of_words(inputs.prompts)
+        named = {**inputs.paths, "image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
+        return model, inputs._replace(pictures=pictures, batch_sizes=sizes, paths=named)
+
+    return opened
 
 
 def _layout(

@@ -26,10 +26,11 @@ from diffusion_jax.config.ranges import Scale
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
-from diffusion_jax.draw import options, program
+from diffusion_jax.draw import option_flags, options, program
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Values
-from diffusion_jax.draw.stage import Stage, fingerprint
+from diffusion_jax.draw.stage import fingerprint
 from diffusion_jax.evaluate import (
     copies,
     curve,
@@ -44,6 +45,8 @@ from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.task import Params
+
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
 
 
 class Point(NamedTuple):
@@ -101,22 +104,46 @@ class Sweep(NamedTuple):
     """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
 
-AXES = ("ema", "checkpoint", "guidance")
+_AXES = ("ema", "checkpoint", "guidance")
 """Drawing options whose flags sweep_flags defines. Each of these flags takes several values."""
 
 
-def of_model(
-    model: Model,
-    points: Sequence[Sequence[Values]],
-    describe: Callable[[Stage], dict[str, Any]],
-    source: str,
+def open_subject(
+    kind: Kind,
+    paths: Sequence[str],
+    points: Sequence[Sequence[Values]] = (),
+    weights: Sequence[Sequence[Values]] = (),
 ) -> Subject:
+    """Open a single model or a cascade for evaluation.
+
+    Args:
+        kind: The system.
+        paths: The path of each stage; one path for a single model.
+        points: For each combination of sampler settings to score, a list with the option values of
+            every stage, keyed as in kind.options. By default, there is one combination, with the
+            models' own settings.
+        weights: For each stage, a list of the weights to evaluate, each as the values of the
+            options "ema" and "checkpoint". Stages beyond the end of this sequence use the newest
+            checkpoint, and its average with the largest decay.
+
+    Raises:
+        FileNotFoundError: A path does not exist, or holds no model.
+        ValueError: A value is invalid, `weights` has more entries than there are stages, a model
+            cannot draw from texts alone, or the images are not square.
+    """
+    points = with_weights(points or [[{}] * len(paths)], weights)
+    model = kind.open(paths, points[0])
+    model.check([], [1])
+    last = model.stages[-1]
+    return of_model(model, points, runs.load(last.workdir)["data"]["source"] if last.step else "")
+
+
+def of_model(model: Model, points: Sequence[Sequence[Values]], source: str) -> Subject:
     """Return the Subject of a model or a cascade.
 
     Args:
         model: The model, loaded with the values of the first point.
         points: For each point of the sweep, the option values of each stage.
-        describe: Maps a stage to its entry in the card's list "models".
         source: The config field data.source of the training run.
 
     Raises:
@@ -146,7 +173,7 @@ def of_model(
             "sampler": joined(s.sampler.name for s in each),
             "steps": joined(s.sampler.steps for s in each),
             "precision": joined(s.unet.dtype for s in each),
-            "models": [describe(stage) for stage in stages],
+            "models": [opened.describe(stage) for stage in stages],
         }
         later = ", ".join(f"{stage.step} {stage.ema}" for stage in others if vary)
         params, draw = [stage.params for stage in stages], functools.partial(_draw, opened)
@@ -192,30 +219,23 @@ def _draw(
     return np.concatenate([by_stage[-1] for by_stage in batches])
 
 
-def command(
-    open_subjects: Callable[[Sequence[Sequence[Values]]], Sequence[Subject]],
-    guidance: Sequence[float],
-    write_page: Callable[[pathlib.Path], pathlib.Path],
-) -> None:
-    """Run the command `python -m SYSTEM.evaluate --workdir=FOLDER`.
+def command(kind: Kind, write_page: Callable[[pathlib.Path], pathlib.Path]) -> None:
+    """Run the command `python -m PACKAGE.evaluate --workdir=FOLDER`.
 
-    --help prints the docstring of the main module, which calls this function.
-
-    Args:
-        open_subjects: Called with one list per stage, which holds the values of --ema and
-            --checkpoint for each combination to evaluate. The function opens the models that the
-            other flags name. If it raises ValueError or OSError, the command prints a one-line
-            message and exits with code 2.
-        guidance: The default guidance scales.
-        write_page: Writes a web page about a run's folder and returns the path of the page.
+    --help prints the docstring of the main module, which calls this function. `write_page` writes a
+    web page about a run's folder, and returns the path of the page.
     """
-    f = sweep_flags.define(guidance)
+    f = sweep_flags.define(kind.guidance)
+    read_paths = kind.define_paths(several=True)
+    without = _AXES if kind.file_options is None else (*_AXES, "height", "width")
+    holders = option_flags.define_axes(kind.options, without)
 
     def main() -> None:
         cli.start()
         with cli.bad_input():
             chosen = sorted(sweep_flags.numbers(f["guidance"].value, "guidance", Scale))
-            subjects = open_subjects(sweep_flags.weights(f["ema"].value, f["checkpoint"].value))
+            weights = sweep_flags.weights(f["ema"].value, f["checkpoint"].value)
+            subjects = _open_subjects(kind, *read_paths(), holders, weights)
             check_names(subjects)
             check_folder(f["name"].value)
             if f["out"].value:
@@ -225,7 +245,7 @@ def command(
             size = f["size"].value or common_size(subjects)
             training = copies.open_training(f["copies"].value, f["unseen"].value, scorer, size)
         plan = Sweep(
-            chosen or scorer.guidance or guidance, f["seed"].value, f["batch_size"].value,
+            chosen or scorer.guidance or kind.guidance, f["seed"].value, f["batch_size"].value,
             f["save_images"].value, f["name"].value, f["size"].value,
         )  # fmt: skip
         with cli.bad_input():
@@ -242,6 +262,33 @@ def command(
                 logging.warning("there is no page with all results: %s", error)
 
     cli.run(main)
+
+
+def _open_subjects(
+    kind: Kind, workdirs: Sequence[str], models: Sequence[str], holders: option_flags.Holders,
+    weights: Sequence[Sequence[Values]],
+) -> list[Subject]:  # fmt: skip
+    """Open the models of --workdir and --model, or the cascade of --workdir, with all points."""
+    if kind.file_options is None:
+        points = option_flags.points(kind.options, holders, len(workdirs))
+        return [open_subject(kind, workdirs, points, weights)]
+    if not (workdirs or models):
+        raise ValueError(
+            "there is no model to score: give --workdir=FOLDER (a training run) or --model=PATH"
+        )
+    if not (workdirs or flags.FLAGS.out):
+        raise ValueError(
+            "a --model has no workdir for the results: name a folder with --out=FOLDER"
+        )
+    points = of_runs = option_flags.points(kind.options, holders, 1)
+    if models:  # They use these options.
+        kept = kind.options.keys() - kind.file_options.keys()
+        of_runs = [[{k: v for k, v in one.items() if k in kept}] for (one,) in points]
+    ema = "raw" if all(one["ema"] == "raw" for one in weights[0]) else "ema"
+    return [
+        *(open_subject(kind, [workdir], of_runs, weights) for workdir in workdirs),
+        *(open_subject(kind, [path], points, [[{"ema": ema}]]) for path in models),
+    ]
 
 
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:

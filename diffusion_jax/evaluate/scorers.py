@@ -46,11 +46,8 @@ _NO_FEATURES = (
 _SHOWN = 42  # Number of pictures on a sheet.
 
 
-class FeatureJudge(NamedTuple):
-    """A judge: a function that extracts features from pictures.
-
-    It also holds the statistics of real pictures, if its scores need them.
-    """
+class Reference(NamedTuple):
+    """A judge of pictures: how to extract their features, and those of real pictures, if needed."""
 
     card: Card
     """A record of everything that the scores depend on, except the scored model."""
@@ -68,7 +65,7 @@ class Scorer:
     def __init__(
         self,
         prompts: Sequence[str],
-        judges: Mapping[str, FeatureJudge],
+        judges: Mapping[str, Reference],
         metrics: Sequence[str] = (),
         *,
         groups: Mapping[str, slice] | None = None,
@@ -296,7 +293,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         )
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
-    chosen: dict[str, FeatureJudge] = {}
+    chosen: dict[str, Reference] = {}
     if inception:
         if len(prompts) < 2:
             raise ValueError(
@@ -338,7 +335,7 @@ def _against(
     make: Callable[[str], extractors.Extractor],
     mode: str,
     card: Mapping,
-) -> FeatureJudge:
+) -> Reference:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
     Args:
@@ -356,7 +353,7 @@ def _against(
         logging.info("%s holds no features, so there is no KID, precision or recall", path)
     run = extractors.on_host(extractor)
     reference = cards.reference_name(path, real.gaussian.n)
-    return FeatureJudge(
+    return Reference(
         cards.make_card(extractor, **card, reference=reference),
         (name, *[*extractor.parts][1:]),
         lambda images, prompts: tuple(extractors.split(extractor, run(images)).values()),
@@ -364,11 +361,11 @@ def _against(
     )
 
 
-def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> FeatureJudge:
-    """Return a FeatureJudge that compares pictures with a trained judge's held-out pictures.
+def _trained(trained: own_judge.CaptionMatcher, prompts: Sequence[str], card: Mapping) -> Reference:
+    """Return a Reference that compares pictures with a trained judge's held-out pictures.
 
     The held-out pictures are shrunk to the size of the drawn pictures, which were drawn for
-    `prompts`. `card` holds fields for the FeatureJudge's card, including this size.
+    `prompts`. `card` holds fields for the Reference's card, including this size.
     """
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
@@ -382,17 +379,15 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
         "captions_told_from": len({*trained.candidates, *prompts, *trained.test.captions}),
         **{f"{name}_of_real": value for name, value in real_scores.items()},
     }
-    return FeatureJudge(
-        trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card)
-    )
+    return Reference(trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card))
 
 
-def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> FeatureJudge:
+def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> Reference:
     cosines = clip_towers.pair_cosines(clip)
     extract = lambda images, prompts: (cosines(images, prompts),)
-    return FeatureJudge(cards.make_card(clip.image, **card), ("clip",), extract)
+    return Reference(cards.make_card(clip.image, **card), ("clip",), extract)
 
 
-def _alone(name: str, preference: Preference, card: Mapping) -> FeatureJudge:
+def _alone(name: str, preference: Preference, card: Mapping) -> Reference:
     extract = lambda images, prompts: (preference.score(images, prompts),)
-    return FeatureJudge(cards.make_card(preference.network, **card), (name,), extract)
+    return Reference(cards.make_card(preference.network, **card), (name,), extract)

@@ -10,7 +10,7 @@ training step.
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,14 +26,11 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.files import manifest, settings_record, sheets
 from diffusion_jax.logs import run_log
 from diffusion_jax.logs.progress import Meter
-from diffusion_jax.task import Batch, Frozen
 from diffusion_jax.train import autotuning, loop, step_report
 from diffusion_jax.train.optimizer import num_passes
 from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
 
-Decode = Callable[[Frozen, Batch], jax.Array]
-"""Converts a batch without "image" to pictures in [-1, 1]: (frozen, batch) -> pictures."""
 _CHANGING = ("start", "first_step", "command", "autotuning", "config.steps", "seconds.")
 """Prefixes of the fields of the manifest that `changes` ignores, because each start of a run may
 change them."""
@@ -83,7 +80,7 @@ class Replayed(NamedTuple):
 
 def replay(
     inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    step: int, decode: Decode | None = None,
+    step: int,
 ) -> Replayed:  # fmt: skip
     """Replay a step of the run in `workdir`. Nothing is written.
 
@@ -96,8 +93,6 @@ def replay(
         mesh: The devices of the replay.
         workdir: The folder with the checkpoints, metrics.jsonl and manifest.json.
         step: The step, from 1 to run.steps.
-        decode: Converts a batch without pictures, such as a batch of latents, to pictures. None:
-            the result has no pictures for such a batch.
 
     Raises:
         ValueError: The step is out of range, or the checkpoint was trained on other data.
@@ -148,7 +143,7 @@ def replay(
                 task, state.params, frozen, batch, keys, passes, everywhere
             )
             examples = _examples(batches, run.batch_size, labels)
-            pictures = _pictures(frozen, batch, decode, everywhere)
+            pictures = _pictures(frozen, batch, task.shown, everywhere)
         state, values = programs[shapes].step(state, frozen, batch, key)
         metrics[now] = jax.device_get(values)
         meter.add()
@@ -207,12 +202,12 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
     return restore.newest_sound(folder, until=step)
 
 
-def _pictures(frozen, batch, decode, everywhere) -> np.ndarray | None:
+def _pictures(frozen, batch, shown, everywhere) -> np.ndarray | None:
     if "image" in batch:
         return jax.device_get(jax.jit(lambda x: x, out_shardings=everywhere)(batch["image"]))
-    if decode is None:
+    images = jax.device_get(jax.jit(shown, out_shardings=everywhere)(frozen, batch))
+    if images is None:
         return None
-    images = jax.device_get(jax.jit(decode, out_shardings=everywhere)(frozen, batch))
     if np.isfinite(images).all():
         return sheets.to_uint8(images)
     logging.warning("the decoded pictures are not finite, so none is shown")

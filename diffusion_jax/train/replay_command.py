@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from diffusion_jax.data import home
 from diffusion_jax.devices import sharding
 from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs.progress import block
-from diffusion_jax.train.replay import Decode, Replayed, ReplayedLine, changes, replay
+from diffusion_jax.train.replay import Replayed, ReplayedLine, changes, replay
 from diffusion_jax.weights import finetune
 
 FOLDER = "replay"
@@ -28,17 +28,12 @@ _SHOWN = 64  # The contact sheet shows this many pictures, those with the larges
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
-def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: None) -> None:
+def command(package: str) -> None:
     """Run the replay command, `python -m PACKAGE.replay --workdir=FOLDER --step=N`.
 
     The docstring of the calling module is the --help text. The exit code is 1 if a metric differs
-    from the run's log, and 2 if the step cannot be rebuilt.
-
-    Args:
-        package: The package of the systems whose runs the command replays.
-        decoder: Maps the settings of a run to a function that converts batches without pictures,
-            such as batches of latents, to pictures. `decoder` returns None if all batches have
-            pictures.
+    from the run's log, and 2 if the step cannot be rebuilt. `package` is the package of the systems
+    whose runs the command replays.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
@@ -51,7 +46,7 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
         workdir = files.path(workdir_flag.value)
         with cli.bad_input():
             files.check_writable(workdir / FOLDER, "--workdir")
-            result, different = run(workdir, step_flag.value, package, decoder, base.value)
+            result, different = run(workdir, step_flag.value, package, base.value)
             if jax.process_index() == 0:
                 print(block(report(workdir, result, different)), flush=True)
                 write(workdir / FOLDER, result)
@@ -62,13 +57,12 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
 
 
 def run(
-    workdir: pathlib.Path, step: int, package: str,
-    decoder: Callable[[Any], Decode | None], base: str | None = None,
-) -> tuple[Replayed, str]:  # fmt: skip
+    workdir: pathlib.Path, step: int, package: str, base: str | None = None
+) -> tuple[Replayed, str]:
     """Replay a step of the run in `workdir`. Return the result and the text that `changes` returns.
 
-    `command` describes `package` and `decoder`. `base` is the value of --unet_weights.
-    Raises ValueError or OSError if the step cannot be rebuilt.
+    `package` is the same as for `command`. `base` is the value of --unet_weights. Raises
+    ValueError or OSError if the step cannot be rebuilt.
     """
     config = runs.load(workdir)
     if config["system"].partition(".")[0] != package:
@@ -86,7 +80,7 @@ def run(
         inputs = importlib.import_module(system.command).prepare(s, mesh)
     with inputs.batches:
         finetune.check_base(workdir, inputs.base)
-        result = replay(inputs, s.run, s.optimizer, mesh, workdir, step, decoder(s))
+        result = replay(inputs, s.run, s.optimizer, mesh, workdir, step)
     return result, changes(workdir, step, config)
 
 

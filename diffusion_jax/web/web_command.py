@@ -4,33 +4,25 @@ import ipaddress
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
 from logging import LogRecord
 
 from absl import flags, logging
 
 from diffusion_jax import cli, exits, files
 from diffusion_jax.devices import stop_signals
-from diffusion_jax.draw import option_flags
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Options, Values
+from diffusion_jax.draw import option_flags, options
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.web import about, results
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
-def command(package: str, load: Callable[[Sequence[str], Values], Model], options: Options) -> None:
+def command(kind: Kind) -> None:
     """Run the command `python -m PACKAGE.web`: define flags, load models and serve the page.
 
-    --help prints the docstring of the main module, which calls this function.
-
-    Args:
-        package: The system's package, such as "sd_jax". For each picture, the page shows the
-            command `python -m PACKAGE.sample ...` that draws the picture again.
-        load: Maps (workdirs of a model's stages, option values) to the loaded model. If it raises
-            ValueError or OSError, the command prints a one-line message and exits with code 2.
-        options: The drawing options that users may set by flags, keyed by name.
+    --help prints the docstring of the main module, which calls this function. For each picture, the
+    page shows the command `python -m PACKAGE.sample ...` that draws the picture again.
     """
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat "
@@ -47,7 +39,7 @@ def command(package: str, load: Callable[[Sequence[str], Values], Model], option
         "root_path", "", "The path of the page behind a proxy, such as /draw; by default, the page "
         "is at the top of its host.",
     )  # fmt: skip
-    holders = option_flags.define(options)
+    holders = option_flags.define(kind.options)
 
     def main() -> None:
         cli.start(alone=True)
@@ -58,11 +50,13 @@ def command(package: str, load: Callable[[Sequence[str], Values], Model], option
             root = root_of(root_path.value)
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
-            values = option_flags.values(options, holders)
-            of = lambda name: load(workdirs[name], values)
+            values = option_flags.values(kind.options, holders)
+            of = lambda name: kind.open(
+                workdirs[name], options.by_stage(values, len(workdirs[name]))
+            )
             models = {name: of(name) for name, s in workdirs.items() if not about.untrained(s)}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
-        site = server.Site(package, models, workdirs, of, root)
+        site = server.Site(kind.package, models, workdirs, of, root)
         hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
         query = f"?token={token}" if token else ""
         address = f"http://{in_address(host.value)}:{listening.getsockname()[1]}{root}/{query}"

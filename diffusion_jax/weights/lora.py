@@ -54,6 +54,7 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
         measure=task.measure and task.measure._replace(errors=errors),
         sampler_inputs=task.sampler_inputs and drawn(task.sampler_inputs, s),
         constrain=lambda params: params,
+        shown=lambda frozen, batch: task.shown(frozen["task"], batch),
     )
 
 

@@ -63,6 +63,7 @@ def test_a_command_in_the_background_keeps_ignoring_ctrl_c(tmp_path):
 
 PAGE = """
 import atexit
+from diffusion_jax.draw.kind import Kind
 from diffusion_jax.web import listener, web_command
 
 def interrupted(*arguments):
@@ -70,7 +71,7 @@ def interrupted(*arguments):
 
 listener.serve = interrupted
 atexit.register(print, "shut down")
-web_command.command("imagen_jax", lambda *arguments: None, {})
+web_command.command(Kind("imagen_jax", {}, (), lambda *arguments: None))
 """
 
 

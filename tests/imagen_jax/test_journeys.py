@@ -18,12 +18,12 @@ from configs import base64_500m
 from diffusion_jax import runs
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.devices import sharding
-from diffusion_jax.evaluate import scorers
+from diffusion_jax.evaluate import evaluate_command, scorers
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
 from diffusion_jax.text import embed, t5
 from diffusion_jax.train.train_command import open_evaluation
-from imagen_jax import cascade, evaluate, train
+from imagen_jax import cascade, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
 from tests.diffusion_jax.metrics import standin
@@ -124,7 +124,7 @@ def test_drawing_and_evaluating_without_the_text_encoder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=message):
         cascade.load(tmp_path)
     with pytest.raises(ValueError, match=message):
-        evaluate.open_subject([str(tmp_path)])
+        evaluate_command.open_subject(cascade.KIND, [str(tmp_path)])
 
 
 def test_scores_during_training_require_the_text_encoder(tmp_path, monkeypatch):

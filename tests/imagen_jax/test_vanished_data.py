@@ -40,5 +40,7 @@ def test_a_tar_missing_at_the_next_start_is_an_error_with_exit_code_2(tmp_path):
     gone.unlink()
     ended = commands.run(*arguments, "--config.steps=4", devices=1)
     assert ended.code == 2 and "Traceback" not in ended.err, ended.err
-    message = f"the 128 pictures of this run lie in files of which 1 no longer exist, such as {gone}"
+    message = (
+        f"the 128 pictures of this run lie in files of which 1 no longer exist, such as {gone}"
+    )
     assert f"error: {message}. Restore them, or start a new run" in ended.err

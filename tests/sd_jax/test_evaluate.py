@@ -22,7 +22,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_weights
-from sd_jax import drawing, evaluate, sampling, task
+from sd_jax import drawing, sampling, task
 from tests.sd_jax import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
@@ -49,6 +49,10 @@ def workdir(tmp_path_factory):
     return path
 
 
+def opened(path, values, weights=({},)):
+    return evaluation.open_subject(drawing.KIND, [str(path)], [[values]], [weights])
+
+
 @pytest.fixture(scope="module")
 def scorer():
     return open_scorer(tiny.SIZE, num_heldout=1)
@@ -58,7 +62,7 @@ def scorer():
 def evaluated(workdir, scorer):
     """Return the rows of two guidance scales at both checkpoints, and the folder."""
     weights = [{"ema": "ema", "checkpoint": step} for step in STEPS]
-    subject = evaluate.open_run(str(workdir), [{"steps": 2}], weights)
+    subject = opened(workdir, {"steps": 2}, weights)
     plan = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
     out = evaluation.evaluate([subject], scorer, plan)
     with (out / sweep.TABLE).open() as file:
@@ -100,9 +104,9 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     shutil.copytree(published / "d", folder)
     config = json.loads((folder / "unet" / "config.json").read_text()) | {"sample_size": 8}
     (folder / "unet" / "config.json").write_text(json.dumps(config))
-    published_model = evaluate.open_model(str(folder), [{"steps": 2}])
+    published_model = opened(folder, {"steps": 2})
     assert (published_model.size, published_model.name) == (16, "theirs")
-    both = [evaluate.open_run(str(workdir), [{"steps": 2}]), published_model]
+    both = [opened(workdir, {"steps": 2}), published_model]
     plan = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
     out = evaluation.evaluate(both, scorer, plan)
     with (out / sweep.TABLE).open() as file:
@@ -129,7 +133,7 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
 def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer, tmp_path, caplog):
     path = str(tmp_path / "fox.safetensors")
     torch_weights.write(path, {"emb_params": np.ones((2, 24), np.float32)})
-    subject = evaluate.open_model(str(published / "d"), [{"steps": 2, "embedding": path}])
+    subject = opened(published / "d", {"steps": 2, "embedding": path})
     evaluation.rehearse(subject, scorer, evaluation.Sweep((2.0,), batch_size=2, size=tiny.SIZE))
     message = "no prompt contains 'fox', the word of a file of --embedding"
     assert caplog.messages.count(message) == 1
@@ -137,4 +141,4 @@ def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer,
 
 def test_evaluating_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_run(str(tmp_path))
+        opened(tmp_path, {})

@@ -9,12 +9,13 @@ from safetensors.numpy import load_file
 
 from diffusion_jax import pack, runs
 from diffusion_jax.devices import sharding
+from diffusion_jax.evaluate import evaluate_command
 from diffusion_jax.files import sheets
 from diffusion_jax.text.encoder import LEARNED_WORD
 from diffusion_jax.train import loop
 from diffusion_jax.weights import torch_weights
 from launch.planner import tasks
-from sd_jax import drawing, evaluate, textual_inversion, train
+from sd_jax import drawing, textual_inversion, train
 from sd_jax.settings import read_settings
 from sd_jax.weights import names, opened, trained
 from tests.sd_jax import tiny
@@ -151,7 +152,7 @@ def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(
     packed = drawing.load(tmp_path / "packed", embedding=str(fox), **values)
     np.testing.assert_array_equal(packed.draw("<FOX>", seeds=0).images[0], drawn[0][1])
     options = {**values, "embedding": str(fox)}
-    point = evaluate.open_run(str(workdir), [options]).points[0]()
+    point = evaluate_command.open_subject(drawing.KIND, [str(workdir)], [[options]]).points[0]()
     assert point.card["models"][0]["embedding"] == [str(fox)]
     scored = sheets.to_uint8(point.draw(prompts, [0, 0, 0], 3.0))
     np.testing.assert_array_equal(scored, drawn[0])

@@ -19,9 +19,8 @@ from diffusion_jax.files import sheets
 from diffusion_jax.precache import moment_tars as encode_moments
 from diffusion_jax.precache.moment_tars import MomentOptions
 from diffusion_jax.task import to_range
-from diffusion_jax.train import loop
-from diffusion_jax.train import replay as replaying
-from sd_jax import drawing, precache, replay, sampling, train
+from diffusion_jax.train import loop, replay
+from sd_jax import drawing, precache, sampling, train
 from sd_jax.weights import opened
 from tests.sd_jax import tiny
 
@@ -167,14 +166,20 @@ def test_four_steps_equal_two_and_two_more_after_resuming_bit_for_bit(tmp_path, 
     assert losses == whole[2] and len(set(losses)) == 4
 
 
-def test_replaying_a_step_on_moments_repeats_it_and_decodes_its_pictures(whole, stored, vae):
-    s, mesh = tiny.read_settings(runs.load(whole[0])), sharding.make_mesh(1, 1, 1)
+@pytest.mark.parametrize("lora", [False, True])
+def test_replaying_a_step_on_moments_repeats_it_and_decodes_its_pictures(
+    whole, stored, vae, tmp_path, lora
+):
+    workdir, _, logged = whole
+    if lora:
+        changes = {"unet__weights": str(workdir), "lora": {"rank": 2, "targets": "_res"}}
+        workdir, logged = tmp_path, run(tmp_path, on_moments(stored, vae, steps=4, **changes))[1]
+    s, mesh = tiny.read_settings(runs.load(workdir)), sharding.make_mesh(1, 1, 1)
     inputs = train.prepare(s, mesh)
     with inputs.batches:
-        decode = replay.decoder(s)
-        result = replaying.replay(inputs, s.run, s.optimizer, mesh, whole[0], 4, decode)
+        result = replay.replay(inputs, s.run, s.optimizer, mesh, workdir, 4)
     assert result.checkpoint == 2 and [line.differ for line in result.compared] == [{}, {}]
-    assert (result.metrics["loss"], result.metrics["grad_norm"]) == whole[2][3]
+    assert (result.metrics["loss"], result.metrics["grad_norm"]) == logged[3]
     by_text = {text: array.transpose(1, 2, 0) for array, text in records(stored).values()}
     means = np.stack([by_text[example["text"]] for example in result.examples])[..., :4]
     decoded = jax.jit(lambda p, z: s.vae.apply(p, z, method="decode"))(tiny.vae_params(), means)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.evaluate.scorers import FeatureJudge, Scorer
+from diffusion_jax.evaluate.scorers import Reference, Scorer
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.metrics import cards
@@ -46,7 +46,7 @@ def open_scorer(
     return Scorer(
         prompts,
         {
-            "digits": FeatureJudge(
+            "digits": Reference(
                 card, ("digits", "right"), extract, Stats(gaussian(real), real, card)
             )
         },

@@ -103,7 +103,7 @@ class Pair(NamedTuple):
     captions: list[str]
 
 
-class Judge(NamedTuple):
+class CaptionMatcher(NamedTuple):
     """A trained judge, with its captions, held-out images and card."""
 
     image: Extractor
@@ -125,11 +125,11 @@ class Judge(NamedTuple):
 def of_params(
     params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
     card: dict[str, Any],
-) -> Judge:  # fmt: skip
+) -> CaptionMatcher:  # fmt: skip
     """Return a judge. `params` holds the parameters of its towers, {"image": ..., "text": ...}.
 
     The judge resizes images to `size` x `size` pixels. `pairs` holds the reference images and the
-    test images. The other arguments are fields of Judge.
+    test images. The other arguments are fields of CaptionMatcher.
     """
     params = jax.tree.map(np.asarray, params)
     digest = _digest(params)
@@ -142,7 +142,7 @@ def of_params(
         return Extractor("judge", WIDTH, how, digest, False, params[part], prepare, apply)
 
     prepare = lambda x: preprocess.bicubic_square(size)(x) * (2 / 255) - 1
-    return Judge(
+    return CaptionMatcher(
         extractor(IMAGE, "image", f"bicubic {size}", prepare),
         extractor(TEXT, "text", "hashed words", lambda ids: ids),
         max_tokens, candidates, *pairs, card,
@@ -154,7 +154,7 @@ def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def save(judge: Judge, out: str | os.PathLike[str]) -> None:
+def save(judge: CaptionMatcher, out: str | os.PathLike[str]) -> None:
     """Write a judge to a folder. The card is written last, so a folder with a card is complete."""
     out = files.path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
     files.write_whole(out / _CARD, json.dumps(card, indent=1) + "\n")
 
 
-def load(folder: str | os.PathLike[str]) -> Judge:
+def load(folder: str | os.PathLike[str]) -> CaptionMatcher:
     """Load a judge from a folder written by `metrics train_judge`.
 
     Raises FileNotFoundError if the folder has no card. Raises ValueError if its files are damaged.
@@ -206,12 +206,14 @@ def load(folder: str | os.PathLike[str]) -> Judge:
     return judge
 
 
-def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
+def vectors(
+    judge: CaptionMatcher, images: UInt8[np.ndarray, "B H W 3"]
+) -> Float[np.ndarray, "B D"]:
     """Return the unit vectors [B, WIDTH] that the judge's image tower computes from images."""
     return in_parts(extractors.on_host(judge.image), images)
 
 
-def reader(judge: Judge, prompts: Sequence[str] = ()) -> ReadPictures:
+def reader(judge: CaptionMatcher, prompts: Sequence[str] = ()) -> ReadPictures:
     """Return a function read(images, captions) that computes the judge's features.
 
     `read` returns the unit vectors [B, D] of the images, and an array [B, 1] that is 1 for each
@@ -263,7 +265,7 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 
 
 def real_pictures(
-    judge: Judge, size: int
+    judge: CaptionMatcher, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
     """Return a function show(prompts) that finds a held-out image for each prompt.
 

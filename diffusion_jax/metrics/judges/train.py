@@ -27,7 +27,7 @@ from diffusion_jax.data.split import Subset
 from diffusion_jax.logs.progress import Meter
 from diffusion_jax.metrics import accuracy, fid, preprocess, table
 from diffusion_jax.metrics.judges import judge
-from diffusion_jax.metrics.judges.judge import Judge, Pair
+from diffusion_jax.metrics.judges.judge import CaptionMatcher, Pair
 from diffusion_jax.text import hashed
 
 HELD_OUT = 0.1
@@ -53,7 +53,7 @@ class Split(NamedTuple):
 
 def train(
     data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = ""
-) -> Judge:
+) -> CaptionMatcher:
     """Train a judge on a captioned data set, and test it on the held-out captions.
 
     Args:
@@ -249,7 +249,7 @@ def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarra
     return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
 
 
-def _same_captions(other: str, trained: Judge) -> Pair:
+def _same_captions(other: str, trained: CaptionMatcher) -> Pair:
     """Find images of another data set whose captions match those of the test images.
 
     Return these images with the matching test captions. Words that all captions of a data set

@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.draw import model as draw_model
+from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
 
@@ -71,9 +72,9 @@ def test_one_strength_applies_to_the_first_stage_and_several_to_one_stage_each(r
 
 def test_systems_with_variable_sizes_draw_at_the_size_of_the_input_picture(run):
     model, _ = run
-    image = Image.new("RGB", (48, 32))
-    assert model._size_of(image, {}) == {}  # Imagen always samples squares of one size.
+    over = InputPictures([Image.new("RGB", (48, 32))], [])
+    assert model._size_of(over, {}) == {}  # Imagen always samples squares of one size.
     model.any_shape = True
-    assert model._size_of(image, {}) == {"height": 32, "width": 48}
-    assert model._size_of(image, {"height": 64, "width": None}) == {"width": 48}
+    assert model._size_of(over, {}) == {"height": 32, "width": 48}
+    assert model._size_of(over, {"height": 64, "width": None}) == {"width": 48}
     assert model._size_of(None, {}) == {}

@@ -18,7 +18,7 @@ def scorer_of(kept=True, real=UNSEEN):
     """Return a scorer whose judge uses pixels, with or without stored features of real pictures."""
     rows = pixels(real)
     real = stats_files.Stats(features.gaussian(rows), rows if kept else None, None)
-    judge = scorers.FeatureJudge({}, ("pixels",), lambda images, _: (pixels(images),), real)
+    judge = scorers.Reference({}, ("pixels",), lambda images, _: (pixels(images),), real)
     return scorers.Scorer(PROMPTS, {"toy": judge})
 
 

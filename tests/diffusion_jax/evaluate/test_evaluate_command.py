@@ -264,6 +264,9 @@ class Named(draw_model.Model):
 
     options = cascade.OPTIONS
 
+    def describe(self, stage):
+        return {"ema": stage.ema}
+
     def batches(self, prompts, rows, seeds, **inputs):
         yield [np.array([f"{stage.ema} {stage.settings.sampler.steps}" for stage in self.stages])]
 
@@ -299,7 +302,7 @@ def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch, 
     value = lambda ema, step=None: {"ema": ema, "checkpoint": step}
     weights = [[value("ema"), value("raw", 5)], [value("ema"), value("0.9", 7)]]
     points = evaluation.with_weights([[{}] * 3], weights)
-    subject = evaluation.of_model(model, points, lambda stage: {"ema": stage.ema}, "folder")
+    subject = evaluation.of_model(model, points, "folder")
     points = [open_point() for open_point in subject.points]
     drawn = [[text.split()[0] for text in point.draw([], [], 1.0)] for point in points]
     assert drawn == [
@@ -318,7 +321,7 @@ def test_a_sweep_over_sampler_settings_does_not_reload_weights(tmp_path):
     """A point is the same model with another sampling program."""
     model = named_model(tmp_path, "run")
     points = [[{"steps": n}] for n in (3, 5, 7)]
-    subject = evaluation.of_model(model, points, lambda stage: {}, "folder")
+    subject = evaluation.of_model(model, points, "folder")
     points = [open_point() for open_point in subject.points]
     drawn = [point.draw([], [], 1.0).tolist() for point in points]
     assert drawn == [["ema 3"], ["ema 5"], ["ema 7"]]

@@ -25,7 +25,7 @@ from diffusion_jax.metrics.cards import Scored
 from diffusion_jax.web import jobs, results, server, web_command
 from imagen_jax import cascade
 from imagen_jax.settings import Sampler
-from sd_jax import web as sd_web
+from sd_jax import drawing
 from tests import written_sweeps
 
 HOSTS = ("127.0.0.1",)
@@ -438,7 +438,7 @@ def test_the_name_of_a_folder_may_contain_commas(tmp_path):
     assert web_command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
     assert web_command.stages_of("a,b") == ["a", "b"]
     with pytest.raises(ValueError, match="--workdir=a,b does not exist"):
-        sd_web.open_model(["a", "b"], {})
+        drawing.open_alone(["a", "b"], [{}, {}])
 
 
 def test_runs_with_equal_names_get_numbers():
