@@ -14,9 +14,8 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.data.engines import ALONE, Engine
-from diffusion_jax.files import sorted_tables
+from diffusion_jax.files import safetensors_files, sorted_tables
 from diffusion_jax.precache import shards, store
-from diffusion_jax.weights import safetensors_files
 
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
 ROW = np.dtype([("key", sorted_tables.KEY), *_PLACE])

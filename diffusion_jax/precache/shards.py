@@ -15,8 +15,8 @@ import safetensors.numpy
 from jaxtyping import Float, Int, Shaped
 
 from diffusion_jax import files
+from diffusion_jax.files import safetensors_files
 from diffusion_jax.precache import store
-from diffusion_jax.weights import safetensors_files
 
 
 class EmbeddingRows(NamedTuple):

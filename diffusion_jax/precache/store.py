@@ -28,11 +28,11 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from diffusion_jax.files import settings_record
+from diffusion_jax.files.safetensors_files import map_safetensors
 from diffusion_jax.files.sorted_tables import KEY, KEY_SIZE
 from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder
 from diffusion_jax.weights import pretrained
-from diffusion_jax.weights.safetensors_files import map_safetensors
 
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
