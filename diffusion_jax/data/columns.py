@@ -256,7 +256,7 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
     stage = _Stage(path, plan, work._replace(engine=ALONE))
     work.engine.fill(
         range(len(names)), lambda chunk: path / names[chunk], stage.write, noun=work.noun,
-        name="computing", size=lambda chunk: min(work.size, len(new) - chunk * work.size),
+        name="encoding", size=lambda chunk: min(work.size, len(new) - chunk * work.size),
         read=stage.read,
     )  # fmt: skip
     return _finish(path, list(dict.fromkeys([*kept, *names])))
