@@ -24,7 +24,7 @@ from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.data import engines
-from diffusion_jax.precache import fill, shards, store
+from diffusion_jax.precache import fill, store
 
 _CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
@@ -67,16 +67,16 @@ def main() -> None:
     if flags.FLAGS.dry_run:
         return
     with cli.bad_input():
-        shards.start(path, job.identity, work.format)
+        fill.start(job, work)
     # OSError: usually a full disk; ValueError: embeddings that are not finite.
     with cli.bad_input(usual=(OSError,), code=1), cli.bad_input(usual=(ValueError,)):
-        manifest = fill.run(job, work)
+        summary = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error of the embeddings %.2f %% on "
         "average, %.2f %% at most; smallest cosine similarity %.6f",
-        path, f"{manifest['captions']:,}", manifest["bytes_per_caption"],
-        100 * manifest["mean_relative_error"], 100 * manifest["largest_relative_error"],
-        manifest["least_cosine"],
+        path, f"{summary['captions']:,}", summary["bytes_per_caption"],
+        100 * summary["mean_relative_error"], 100 * summary["largest_relative_error"],
+        summary["least_cosine"],
     )  # fmt: skip
 
 

@@ -2,25 +2,39 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Float, Int, Shaped
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
-from diffusion_jax.precache import quantize, shards, store
+from diffusion_jax.precache import quantize
+from diffusion_jax.precache.store import FORMATS
 from diffusion_jax.text.encoder import TextArrays, TextEncoder
 
 _STEP = 8  # The smallest difference between the padded lengths of batches, in tokens.
 
 
+class EmbeddingRows(NamedTuple):
+    """The embeddings of N texts, one after the other, in the format of a store.
+
+    T is the number of tokens of all texts, D the width, and G the number of scales per token.
+    """
+
+    tokens: Int[np.ndarray, "N"]
+    values: Shaped[np.ndarray, "T D"]
+    scales: Shaped[np.ndarray, "T G"] | None
+    errors: Float[np.ndarray, "T 2"]
+    """Each token's relative error, and its cosine similarity to the text encoder's output."""
+
+
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], shards.EmbeddingRows]:
+) -> Callable[[Sequence[str]], EmbeddingRows]:
     """Return a function encode(texts) that computes embeddings in a store's format.
 
     If the encoder allows it (TextEncoder.cut), texts of similar length are encoded together with
@@ -58,7 +72,7 @@ def make_encode(
 
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], shards.EmbeddingRows]:
+) -> Callable[[Sequence[str]], EmbeddingRows]:
     """Return a function encode(texts) as `make_encode` does, but for this process's devices only.
 
     No process waits for another, because each has its own copy of the weights. `batch_tokens` is
@@ -94,7 +108,7 @@ def _encode(
         values, scales = quantize.quantize(text)
         restored, more = quantize.dequantize(values, scales), {"scales": scales}
     else:
-        values = text.astype(store.FORMATS[format])
+        values = text.astype(FORMATS[format])
         restored, more = values.astype(jnp.float32), {}
     errors = jnp.stack(quantize.errors(text, restored), axis=-1)
     return {"values": values, "errors": errors, "tokens": mask.sum(1), **more}
@@ -141,8 +155,8 @@ def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Ar
         rows[text] = tokens, arrays
 
 
-def _join(rows: Sequence[Any]) -> shards.EmbeddingRows:
+def _join(rows: Sequence[Any]) -> EmbeddingRows:
     tokens = np.array([count for count, _ in rows], np.int64)
     column = lambda name: np.concatenate([arrays[name] for _, arrays in rows])
     scales = column("scales") if "scales" in rows[0][1] else None
-    return shards.EmbeddingRows(tokens, column("values"), scales, column("errors"))
+    return EmbeddingRows(tokens, column("values"), scales, column("errors"))

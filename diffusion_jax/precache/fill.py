@@ -2,41 +2,67 @@
 
 import functools
 import pathlib
+import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
+from jaxtyping import Float, Int
 
 from diffusion_jax import files
 from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data, Evaluation, Text
-from diffusion_jax.data import engines, fingerprints, sources
+from diffusion_jax.data import captions, columns, engines, sources
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.engines import ALONE, Engine
-from diffusion_jax.precache import encode, index, lookup, plan, shards, store
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.precache import encode, lookup, store
 from diffusion_jax.text import TextEncoder, registry
 
+_BLOCK = 2**16  # Items whose captions are listed together.
+_READ = 256  # Items that a thread reads at a time.
 _SAMPLE = 1024  # Captions whose lengths are measured for the estimate.
+
+
+class CaptionList(NamedTuple):
+    """A list of items that have captions: `prompts`, then the first records of `data`."""
+
+    prompts: Sequence[str]
+    """The config's prompts, followed by the lines of a file of captions, if one is used."""
+    data: Pictures | None
+    num_data: int
+    threads: int
+    """Number of threads that read captions from `data`."""
+
+    def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the number of items."""
+        return len(self.prompts) + self.num_data
+
+    def read(self, items: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "M"], list[Any]]:
+        """Return all captions of the items with these sorted indices, and the item of each."""
+        with ThreadPoolExecutor(max(1, self.threads)) as threads:
+            parts = [items[i : i + _READ] for i in range(0, len(items), _READ)]
+            texts = [text for part in threads.map(self._read, parts) for text in part]
+        several = list(map(captions.every, texts))
+        return np.repeat(items, list(map(len, several))), [one for each in several for one in each]
+
+    def _read(self, items: Int[np.ndarray, "N"]) -> list[Any]:
+        first = len(self.prompts)  # Index of the data set's first record.
+        texts = [self.prompts[i] for i in items[items < first].tolist()]
+        if self.data is None or (items < first).all():
+            return texts
+        return texts + list(self.data.texts(items[items >= first] - first))
 
 
 class EncodingJob:
     """A text encoder and the captions to encode."""
 
-    def __init__(
-        self, text: Text, encoder: TextEncoder, captions: plan.CaptionList, source: dict[str, Any]
-    ):
-        """Prepare to encode captions.
-
-        Args:
-            text: The config's text group.
-            encoder: The text encoder.
-            captions: The captions.
-            source: JSON values that identify where the captions come from.
-        """
+    def __init__(self, text: Text, encoder: TextEncoder, captions: CaptionList):
+        """Prepare to encode captions. `text` is the config's text group."""
         self.text, self.encoder, self.captions = text, encoder, captions
         self.identity = lookup.identity(text, encoder)
-        self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
         """A function of (format, batch_tokens); it returns the function encode(texts) that
         encode.on_own_devices makes for this encoder."""
@@ -71,8 +97,8 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Encodi
         raise ValueError(
             "text.store is empty: name the folder to write to with --config.text.store=FOLDER"
         )
-    captions, source = _captions(data, _prompts(config, data.source), captions_file)
-    job = EncodingJob(text, registry.make_encoder(text), captions, source)
+    captions = _captions(data, _prompts(config, data.source), captions_file)
+    job = EncodingJob(text, registry.make_encoder(text), captions)
     return engines.record_call(job, open_job, config, captions_file)
 
 
@@ -86,12 +112,12 @@ def estimate(job: EncodingJob, format: str) -> str:
     """
     items = len(job.captions)
     sample = np.unique(np.linspace(0, items - 1, min(items, _SAMPLE)).astype(np.int64))
-    _, texts = job.captions.of_items(sample)
+    _, texts = job.captions.read(sample)
     total = round(items * len(texts) / len(sample))
     store.keys_of(texts, job.identity)  # Checks that they are strings.
     lengths = encode.lengths_of(job.encoder, texts)
     size = total * store.bytes_per_caption(lengths.mean(), job.encoder.width, format)
-    free = plan.free_bytes(files.path(job.text.store))
+    free = _free_bytes(files.path(job.text.store))
     return (
         f"{total:,} captions of {lengths.mean():.1f} tokens on average ({lengths.max()} at most) "
         f"in a sample of {len(texts):,}: the store takes at most {size / 1e9:,.3g} GB as {format}"
@@ -99,100 +125,96 @@ def estimate(job: EncodingJob, format: str) -> str:
     )
 
 
-def run(job: EncodingJob, work: EncodingOptions) -> dict[str, Any]:
-    """Encode the captions that are not in the store yet, and return the store's manifest.
+def start(job: EncodingJob, work: EncodingOptions) -> None:
+    """Create the store if it is missing.
 
     Raises:
         ValueError: The store was made with another text encoder or has another format.
     """
-    path = files.path(job.text.store)
-    manifest = shards.start(path, job.identity, work.format)
-    file = path / store.MANIFEST
-    # The state includes the time, because a worker may write the same content again.
-    state = lambda: (file.read_bytes(), file.stat().st_mtime)
-    written = state()
-    try:
-        manifest = _fill(job, work, path, [shard["file"] for shard in manifest["shards"]])
-    except FileNotFoundError:
-        # Another worker has finished the store and deleted the plan.
-        if state() == written:
-            raise
-        manifest = store.read_manifest(path)
-    plan.remove(path)
-    return manifest
+    columns.start(files.path(job.text.store), _Captions(job, work).identity, store.KIND)
 
 
-def _fill(
-    job: EncodingJob, work: EncodingOptions, path: pathlib.Path, listed: list[str]
-) -> dict[str, Any]:
-    """Run all stages in order (read, compare, encode, index), and return the store's manifest.
+def run(job: EncodingJob, work: EncodingOptions) -> dict[str, Any]:
+    """Encode the captions that are not in the store yet; return a summary of the whole store.
 
-    `listed` names the shards in the manifest of an earlier run.
+    Raises:
+        ValueError: The store was made with another text encoder or has another format.
     """
-    kind = work.shard_captions, work.verify, listed
-    folder = plan.open_plan(path, job.source, job.identity, *kind)
-    before = index.listed(path, folder, listed)
-    names = index.whole(before, work.engine, verify=work.verify)
-    # The folder of the plan's files depends on which shards are undamaged.
-    remaining = plan.open_plan(path, job.source, job.identity, *kind, names)
-    p = plan.Plan(remaining, len(job.captions), work.shard_captions)
-    if len(names) < len(listed):
-        logging.warning("%d shards of %s are missing or damaged: encoding them again",
-                        len(listed) - len(names), path)  # fmt: skip
-    stages, engine = _Stages(job, work._replace(engine=ALONE), p, before), work.engine
-    size = lambda chunk: len(p.chunk(chunk))
-    engine.fill(p.chunks, p.keys, stages.write_keys, noun="captions", name="reading", size=size)
-    engine.fill(
-        p.ranges, p.new_captions, stages.write_new_captions, noun="ranges", name="comparing"
+    start(job, work)
+    todo = _Captions(job, work._replace(engine=ALONE))
+    items = todo.items()
+    logging.info("%s records and prompts, %s captions", f"{len(job.captions):,}", f"{len(items):,}")
+    how = columns.Work(
+        todo.read, todo.encode, work.shard_captions, "captions", work.engine, work.verify
     )
-    total = plan.write_counts(p)
-    logging.info("%s records and prompts, %s captions to encode", f"{p.items:,}", f"{total:,}")
-    new = range(-(-total // p.size))
-    encoded = {name: path / name.read_text() for name in files.present(map(p.name, new))}
-    for file in encoded.values():  # Delete shards of an earlier run that are now damaged.
-        shards.usable(file, False)
-    engine.fill(
-        new, lambda shard: encoded.get(p.name(shard), p.name(shard)), stages.encode,
-        noun="captions", name="encoding",
-        size=lambda shard: min(p.size, total - shard * p.size), read=stages.read,
-    )  # fmt: skip
-    names = list(dict.fromkeys([*names, *(p.name(shard).read_text() for shard in new)]))
-    return index.finish(path, names, folder, engine)
+    filled = columns.fill(files.path(job.text.store), items, how)
+    errors = np.array([chunk["errors"] for chunk in filled.chunks])
+    weights = [max(1, int(chunk["first"][-1])) for chunk in filled.chunks]
+    return {
+        "captions": filled.items,
+        "bytes_per_caption": filled.bytes / filled.items,
+        "mean_relative_error": float(np.average(errors[:, 0], weights=weights)),
+        "largest_relative_error": float(errors[:, 1].max()),
+        "least_cosine": float(errors[:, 2].min()),
+    }
 
 
-class _Stages(NamedTuple):
-    """The functions that the engine calls for each chunk, range of keys, or shard."""
+class _Captions(NamedTuple):
+    """The captions of a job as the items of a column."""
 
     job: EncodingJob
     work: EncodingOptions
-    plan: plan.Plan
-    held: index.Listed
-    """The shards that the store holds already."""
 
-    def write_keys(self, chunk: int) -> None:
-        numbers, texts = self.job.captions.of_items(self.plan.chunk(chunk))
-        plan.write_keys(self.plan, numbers, store.keys_of(texts, self.job.identity), chunk)
+    @property
+    def identity(self) -> columns.Identity:
+        return {**self.job.identity, "format": self.work.format}
 
-    def write_new_captions(self, part: int) -> None:
-        plan.write_new_captions(self.plan, self.held, part)
+    def items(self) -> np.ndarray:
+        """Return the key of each caption, and an item of the list that has it."""
+        total, identity, parts = len(self.job.captions), self.identity, []
+        for first in range(0, total, _BLOCK):
+            numbers, texts = self.job.captions.read(np.arange(first, min(first + _BLOCK, total)))
+            part = np.zeros(len(texts), columns.ITEM)
+            part["key"], part["number"] = store.keys_of(texts, identity), numbers
+            _, firsts = np.unique(part["key"], return_index=True)
+            parts.append(part[np.sort(firsts)])
+        return np.concatenate(parts)
 
-    def read(self, shard: int) -> list[Any]:
-        return self.job.captions.read(plan.to_encode(self.plan, shard))
+    def read(self, items: np.ndarray) -> list[str]:
+        _, texts = self.job.captions.read(np.unique(items["number"]))
+        found = dict(zip(store.keys_of(texts, self.identity).tolist(), texts, strict=True))
+        return [found[key] for key in items["key"].tolist()]
 
-    def encode(self, shard: int, texts: list[Any]) -> None:
-        path = files.path(self.job.text.store)
-        keys = store.keys_of(texts, self.job.identity)
-        name = shards.shard_name(keys)
-        if not shards.usable(path / name, self.work.verify):
-            rows = self.job.encode(self.work.format, self.work.batch_tokens)(texts)
-            if len(bad := np.flatnonzero(~np.isfinite(rows.errors).all(1))):
-                text = texts[np.searchsorted(np.cumsum(rows.tokens), bad[0], side="right")]
-                raise ValueError(
-                    f"the embeddings of {text!r} are not finite: check text.weights, and try "
-                    "text.dtype=float32"
-                )
-            shards.write_shard(path, keys, rows)
-        files.write_whole(self.plan.name(shard), name)
+    def encode(self, texts: list[str]) -> columns.Computed:
+        rows = self.job.encode(self.work.format, self.work.batch_tokens)(texts)
+        if len(bad := np.flatnonzero(~np.isfinite(rows.errors).all(1))):
+            text = texts[np.searchsorted(np.cumsum(rows.tokens), bad[0], side="right")]
+            raise ValueError(
+                f"the embeddings of {text!r} are not finite: check text.weights, and try "
+                "text.dtype=float32"
+            )
+        scales = {} if rows.scales is None else {"scales": rows.scales}
+        errors = _summary(rows.errors)
+        return columns.Computed(rows.tokens, {"values": rows.values, **scales}, errors)
+
+
+def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
+    """Return the mean relative error, the largest one, and the least cosine similarity."""
+    relative, cosine = errors.T.astype(np.float64)
+    return np.array([relative.mean(), relative.max(), cosine.min()] if len(errors) else [0, 0, 1.0])
+
+
+def _free_bytes(path: pathlib.Path) -> int | None:
+    """Return the number of free bytes on the disk of a folder, or None for a bucket.
+
+    If the folder does not exist, its nearest existing parent counts.
+    """
+    if files.store_path(path):
+        return None
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
@@ -212,18 +234,12 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
     return prompts
 
 
-def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """Return (captions, source): the Captions, and JSON values that identify where they come from.
-
-    The captions are `prompts`, followed by the captions of the data set or, if `file` is not None,
-    by those of this file.
-    """
+def _captions(data: Data, prompts: Sequence[str], file: str | None) -> CaptionList:
+    """Return `prompts` and the captions of the data set, or of a file if `file` is not None."""
     if file is not None:
         texts = [*prompts, *prompt_files.read(file, every=True, flag="--captions")]
-        return plan.CaptionList(texts, None, 0, 1), {"given": texts}
+        return CaptionList(texts, None, 0, 1)
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.
     count = 1 if data.source == "synthetic" else len(opened)
-    source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
-    source["files"] = fingerprints.stamp(opened)  # Keys of edited captions are found again.
-    return plan.CaptionList(tuple(prompts), opened, count, data.threads), source
+    return CaptionList(tuple(prompts), opened, count, data.threads)

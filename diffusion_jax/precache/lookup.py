@@ -8,6 +8,7 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.config.settings import Text
+from diffusion_jax.data import columns
 from diffusion_jax.data.captions import Tags, every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.precache import encode, store
@@ -42,8 +43,8 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
     opened, wanted = store.Store(files.local(text.store)), rule(text)
     if text.weights and files.path(text.weights).is_dir():
         wanted = identity(text, registry.make_encoder(text))
-    store.check_identity(text.store, opened.identity, wanted)
-    return store.encoder(opened)
+    columns.check_identity(text.store, opened.identity, wanted, store.KIND)
+    return opened.encoder()
 
 
 def open_online(text: Text) -> TextEncoder:
@@ -64,9 +65,9 @@ def open_online(text: Text) -> TextEncoder:
             "a Hugging Face name"
         )
     encoder = registry.make_encoder(text)
-    if text.store and (files.path(text.store) / store.MANIFEST).is_file():
-        stored = store.read_manifest(files.path(text.store))["identity"]
-        store.check_identity(text.store, stored, identity(text, encoder))
+    if text.store and (files.path(text.store) / columns.CARD).is_file():
+        stored = columns.read_identity(files.path(text.store), store.KIND)
+        columns.check_identity(text.store, stored, identity(text, encoder), store.KIND)
     return encoder
 
 
@@ -123,7 +124,7 @@ def open_prompts(
     return lambda texts: encoder.tokenize([arrays[prompt] for prompt in texts])
 
 
-def identity(text: Text, encoder: TextEncoder) -> store.Identity:
+def identity(text: Text, encoder: TextEncoder) -> columns.Identity:
     """Return the values that determine the embedding of a text.
 
     They are the items of `rule(text)`, and the hashes "weights" and "tokenizer" from

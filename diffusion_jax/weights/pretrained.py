@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from diffusion_jax import files
 from diffusion_jax.files import untrusted
+from diffusion_jax.files.safetensors_files import map_safetensors
 from diffusion_jax.weights import file_kinds, flax_files, torch_files
-from diffusion_jax.weights.safetensors_files import map_safetensors
 
 INDEX = "model.safetensors.index.json"
 _LAYOUT = re.compile(

@@ -18,10 +18,9 @@ from jaxtyping import Float
 
 from diffusion_jax import files
 from diffusion_jax.devices.lazy_arrays import Stored
-from diffusion_jax.files import untrusted
-from diffusion_jax.weights import safetensors_files
+from diffusion_jax.files import safetensors_files, untrusted
+from diffusion_jax.files.safetensors_files import map_safetensors
 from diffusion_jax.weights.file_kinds import NPZ, SAFETENSORS, kind_of
-from diffusion_jax.weights.safetensors_files import map_safetensors
 
 StateDict = Mapping[str, np.ndarray]
 _METADATA = "__metadata__"  # As in safetensors. In an .npz it is an array with one string.

@@ -126,7 +126,7 @@ def every(inputs: pathlib.Path):
             ),
             "a store of texts": Subject(
                 lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),
-                store_result, damages.files("store", "shard-*", finished=True),
+                store_result, damages.files("store", "*[0-9a-f].safetensors", finished=True),
                 verify=("--verify",),
             ),
             "moments": Subject(
@@ -215,7 +215,7 @@ def store_result(out: pathlib.Path) -> Result:
     """Return the keys of a store with their rows."""
     opened = store.Store(out / "store")
     result = {"captions": str(len(opened)).encode()}
-    for path in sorted((out / "store").glob("shard-*.safetensors")):
+    for path in sorted((out / "store").glob("*[0-9a-f].safetensors")):
         shard = safetensors.numpy.load_file(path) | {"errors": np.zeros(0)}
         result |= {f"{path.name}/{name}": array.tobytes() for name, array in shard.items()}
     return result

@@ -28,16 +28,10 @@ from diffusion_jax.data import decoding, embeddings, records, rows, storage, tar
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import arrow, open_pictures
 from diffusion_jax.evaluate import drawn_features
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import safetensors_files, untrusted
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.web import frozen
-from diffusion_jax.weights import (
-    flax_files,
-    pretrained,
-    safetensors_files,
-    torch_files,
-    torch_weights,
-)
+from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from sd_jax.weights import ldm_config
 from tests.diffusion_jax.weights import torch_writer
 from tests.imagen_jax import commands

@@ -18,9 +18,10 @@ from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.sources.arrow import open_saved
 from diffusion_jax.data.sources.tfds import open_split
 from diffusion_jax.evaluate import scorers
+from diffusion_jax.files import safetensors_files
 from diffusion_jax.precache import moment_tars
 from diffusion_jax.start import changes
-from diffusion_jax.weights import pretrained, safetensors_files, torch_weights
+from diffusion_jax.weights import pretrained, torch_weights
 from tests.imagen_jax import commands
 
 CANARY = """
