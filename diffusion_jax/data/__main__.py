@@ -12,13 +12,14 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import attach, guess, home, show, sources
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.table import Table
+from diffusion_jax.data.table import CARD, Table
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 
@@ -74,6 +75,25 @@ def _attach(args: argparse.Namespace, data: Data, records: Records) -> None:
     column = f"{args.column}.npy"
     rows = attach.attach(records.whole(), column, args.stored, args.key)
     _print(rows, data._replace(text=column))
+
+
+def _edit(args: argparse.Namespace, data: Data, records: Records) -> None:
+    if not home.is_home(args.path):
+        raise ValueError(f"{args.path} is no table: write one with import --out")
+    lines = files.path(args.leave_out).read_bytes().splitlines()
+    names = {os.fsdecode(line).strip() for line in lines if line.strip()}
+    tables = {card: Table(args.path, card=card) for card in home.cards(args.path)}
+    known = {card: np.array(of.names(range(len(of))), object) for card, of in tables.items()}
+    if unknown := sorted(names.difference(known[CARD])):
+        raise ValueError(
+            f"{len(unknown):,} of the {len(names):,} names in {args.leave_out} are names of no "
+            f"picture: {', '.join(unknown[:3])}. `data show {args.path} --row=NAME` finds names"
+        )
+    for card, of in tables.items():
+        are_named = [name in names for name in known[card]]
+        of.leave_out(card, np.flatnonzero(are_named))
+    number = sum(name in names for name in known[CARD])
+    print(progress.block([("left out", f"{number:,} of {len(known[CARD]):,} pictures")]))
 
 
 def _copied(args: argparse.Namespace, data: Data, records: Records) -> tuple[Data, Records]:
@@ -153,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
         "wdinfo.pkl")  # fmt: skip
     arg("--key", default="", help="array in .pickle files, such as embeddings_t5_xxl/encodings")
     arg("--out", default="", help="new folder for the table, if PATH is not a table")
+    arg = add("edit", _edit, "Leave out pictures of a table. The others keep their order, so a run "
+              "may go on.")  # fmt: skip
+    arg("--leave_out", required=True, metavar="FILE", help="a text file with the name of a picture "
+        "in each line; it replaces the earlier one, so an empty file leaves out none")  # fmt: skip
     arg = add("show", _show, "Show where the captions of a data set come from, how many are "
               "different, and what was left out.")  # fmt: skip
     arg("--by", choices=[*_SECTIONS], help="print only how many pictures have their caption from "

@@ -158,6 +158,44 @@ def test_what_cannot_be_attached_is_refused_in_one_line(data, capfd, more, error
     assert error in capfd.readouterr().err
 
 
+def edit(data, names):
+    """Leave out the named pictures, and return the exit code."""
+    (data / "names.txt").write_text("\n".join(names))
+    try:
+        data_command.main(["edit", f"{data}/table", f"--leave_out={data}/names.txt"])
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_left_out_pictures_keep_their_rows_and_are_not_read(data, capsys):
+    attach(data)
+    before = {path: path.read_bytes() for path in (data / "table").glob("*.arrow")}
+    keys = opened(data).keys(np.arange(5))
+    assert edit(data, [f"{data}/images/00001.tar/0000.jpg", ""]) == 0
+    assert lines_of(capsys)["left out"] == "1 of 6 pictures"
+    for text, row in (("t5.npy", 2), ("txt", 3)):
+        records = opened(data, text)
+        [first, left] = records.read([0, row])
+        assert (first.image, left.image, str(left.text)) == (
+            b"00", b"", "left_out: `data edit --leave_out` names it"
+        )  # fmt: skip
+        assert str(records.texts([row])[0]) == str(left.text)
+        assert records.left_out()["left_out"] == 1
+    np.testing.assert_array_equal(opened(data).keys(np.arange(5)), keys)
+    assert before == {path: path.read_bytes() for path in before}
+    assert edit(data, []) == 0  # An empty list leaves out none.
+    assert opened(data, "txt").read([3])[0].image == b"10"
+    assert opened(data).left_out() == {"no_caption": 1}
+
+
+def test_names_of_no_picture_are_refused_and_change_nothing(data, capfd):
+    attach(data)
+    assert edit(data, ["0000.jpg", f"{data}/images/00001.tar/0000.jpg"]) == 2
+    assert "1 of the 2 names in" in capfd.readouterr().err
+    assert "left_out" not in opened(data, "txt").left_out()
+
+
 def test_the_column_moves_with_the_table(data):
     attach(data)
     (data / "table").rename(data / "moved")
