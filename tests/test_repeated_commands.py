@@ -14,8 +14,7 @@ import safetensors.numpy
 
 from configs import quickstart
 from diffusion_jax import averages, pack, runs
-from diffusion_jax.data import tars
-from diffusion_jax.data.prepare import merge, reshard
+from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train.checkpoint import NotSaved
@@ -113,9 +112,6 @@ COMMANDS = {
     ),
     "digits": Command(lambda i, out: digits.write_examples(out, 3, size=8), visible),
     "reshard": Command(write_shards, visible),
-    "merge": Command(
-        lambda i, out: merge.merge(str(i / "digits.tar"), str(i / "embeddings.tar"), out), visible
-    ),
 }
 ORBAX = "averages"
 """A command that writes a checkpoint through Orbax, which takes seconds."""
@@ -138,8 +134,6 @@ def inputs(tmp_path_factory):
     safetensors.numpy.save_file(arrays, folder / "nemo.safetensors")
     convert.to_workdir(folder / "nemo.safetensors", tiny(), folder / "run")
     digits.write_examples(folder / "digits.tar", 10, size=8, format="webdataset")
-    embeddings = ({tars.KEY: f"{i:05}".encode(), "npy": b"x"} for i in range(10))
-    tars.write(folder / "embeddings.tar", embeddings)
     return folder
 
 

@@ -12,13 +12,14 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import guess, home, show, sources
+from diffusion_jax.data import attach, guess, home, show, sources
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.table import Table
+from diffusion_jax.data.table import CARD, Table
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 
@@ -62,22 +63,60 @@ def _data(args: argparse.Namespace) -> Data:
 
 def _import(args: argparse.Namespace, data: Data, records: Records) -> None:
     if args.out:
-        if not isinstance(records, Table):
-            raise ValueError(f"--out={args.out}: the data source {data.source!r} has no table")
-        out = files.folder(args.out, "--out")
-        root = os.path.join(os.path.realpath(records.card["root"]), "")
-        inside = data.source == "folder" and os.path.realpath(args.out).startswith(root)
-        if inside or (not home.is_home(out) and out.is_dir() and any(out.iterdir())):
-            raise ValueError(
-                f"--out={args.out} is in the data set or holds other files: name a new folder"
-            )
-        records.copy(out)
-        data = data._replace(path=args.out, source=records.card["rule"]["source"])
-        records = sources.open_records(data)
+        data, records = _copied(args, data, records)
+    _print(show.overview(records), data)
+
+
+def _attach(args: argparse.Namespace, data: Data, records: Records) -> None:
+    if args.out:
+        data, records = _copied(args, data, records)
+    if not home.is_home(data.path) or not isinstance(records, Table):
+        raise ValueError(f"{args.path} is no table that `import --out` wrote: add --out=FOLDER")
+    column = f"{args.column}.npy"
+    rows = attach.attach(records.whole(), column, args.stored, args.key)
+    _print(rows, data._replace(text=column))
+
+
+def _edit(args: argparse.Namespace, data: Data, records: Records) -> None:
+    if not home.is_home(args.path):
+        raise ValueError(f"{args.path} is no table: write one with import --out")
+    lines = files.path(args.leave_out).read_bytes().splitlines()
+    names = {os.fsdecode(line).strip() for line in lines if line.strip()}
+    tables = {card: Table(args.path, card=card) for card in home.cards(args.path)}
+    known = {card: np.array(of.names(range(len(of))), object) for card, of in tables.items()}
+    if unknown := sorted(names.difference(known[CARD])):
+        raise ValueError(
+            f"{len(unknown):,} of the {len(names):,} names in {args.leave_out} are names of no "
+            f"picture: {', '.join(unknown[:3])}. `data show {args.path} --row=NAME` finds names"
+        )
+    for card, of in tables.items():
+        are_named = [name in names for name in known[card]]
+        of.leave_out(card, np.flatnonzero(are_named))
+    number = sum(name in names for name in known[CARD])
+    print(progress.block([("left out", f"{number:,} of {len(known[CARD]):,} pictures")]))
+
+
+def _copied(args: argparse.Namespace, data: Data, records: Records) -> tuple[Data, Records]:
+    """Write the table into the folder --out, and open it there."""
+    if not isinstance(records, Table):
+        raise ValueError(f"--out={args.out}: the data source {data.source!r} has no table")
+    out = files.folder(args.out, "--out")
+    root = os.path.join(os.path.realpath(records.card["root"]), "")
+    inside = data.source == "folder" and os.path.realpath(args.out).startswith(root)
+    if inside or (not home.is_home(out) and out.is_dir() and any(out.iterdir())):
+        raise ValueError(
+            f"--out={args.out} is in the data set or holds other files: name a new folder"
+        )
+    records.copy(out)
+    data = data._replace(path=args.out, source=records.card["rule"]["source"])
+    return data, sources.open_records(data)
+
+
+def _print(rows: Sequence[tuple[str, str]], data: Data) -> None:
     names = ("source", "path", "text", "uncaptioned", *["fields"] * bool(data.fields))
     settings = [(name, shlex.quote(str(getattr(data, name)))) for name in names]
     flags = " ".join(f"--config.data.{name}={value}" for name, value in settings)
-    print(progress.block([*show.overview(records), ("to train", flags)]))
+    print(progress.block([*rows, ("to train", flags)]))
 
 
 def _show(args: argparse.Namespace, data: Data, records: Records) -> None:
@@ -125,6 +164,19 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("import", _import, "Write the table of a data set, which training opens.")
     arg("--out", default="", help="new folder for the table, which data.path may name; training "
         "then does not check whether the data have changed; default: beside the data")  # fmt: skip
+    arg = add("attach", _attach, "Join text embeddings in tars with the pictures of a table, by "
+              "their names, without copying.")  # fmt: skip
+    arg("--column", required=True, help="name of the column: --column=t5 is read with "
+        "data.text=t5.npy")  # fmt: skip
+    arg("--from", required=True, dest="stored", metavar="TARS", help="tars of embeddings: .npy, "
+        ".npz, .safetensors or NeMo's .pickle files; a tar, a folder, a pattern or a "
+        "wdinfo.pkl")  # fmt: skip
+    arg("--key", default="", help="array in .pickle files, such as embeddings_t5_xxl/encodings")
+    arg("--out", default="", help="new folder for the table, if PATH is not a table")
+    arg = add("edit", _edit, "Leave out pictures of a table. The others keep their order, so a run "
+              "may go on.")  # fmt: skip
+    arg("--leave_out", required=True, metavar="FILE", help="a text file with the name of a picture "
+        "in each line; it replaces the earlier one, so an empty file leaves out none")  # fmt: skip
     arg = add("show", _show, "Show where the captions of a data set come from, how many are "
               "different, and what was left out.")  # fmt: skip
     arg("--by", choices=[*_SECTIONS], help="print only how many pictures have their caption from "

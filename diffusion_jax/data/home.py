@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from diffusion_jax.files import untrusted
 
 RUN = "data.json"
 """The file in a workdir that holds the ids of the tables that the run reads."""
+COLUMN = r"[\w-]+\.npy"
+"""The pattern of the names of columns in data.text."""
 _KEPT = 3  # Number of tables of a data set that are kept.
 
 
@@ -201,9 +204,10 @@ def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None
     """
     if not is_home(path):
         return None
-    found = Table(path)
+    card = card_of(path, rule["text"])
+    found = Table(path, card=card)
     root = found.card["root"]
-    if not tars.is_trusted(files.path(path) / table.CARD, root):
+    if not tars.is_trusted(files.path(path) / card, root):
         raise ValueError(
             f"{path} is a table by a user who owns neither it nor {root}: import the data yourself"
         )
@@ -221,6 +225,24 @@ def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None
                 "data again"
             )
     return found
+
+
+def column_card(text: str) -> str:
+    """Return the name of the card of the column that data.text names, such as "t5.npy"."""
+    return f"column-{text}.json"
+
+
+def card_of(path: str | os.PathLike[str], text: str) -> str:
+    """Return the name of the card in a table's folder that has the texts that data.text names."""
+    card = column_card(text)
+    exists = re.fullmatch(COLUMN, text) and (files.path(path) / card).is_file()
+    return card if exists else table.CARD
+
+
+def cards(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of all cards of the table in a folder: its own, and those of columns."""
+    names = (file.name for file in files.path(path).iterdir())
+    return [table.CARD, *sorted(name for name in names if name.startswith("column-"))]
 
 
 def _import(
@@ -243,7 +265,7 @@ def _prune(folder: pathlib.Path, newest: str) -> None:
     for card in cards[:-_KEPT]:
         card.unlink(missing_ok=True)
     kept = set[str]()
-    for card in cards[-_KEPT:]:
+    for card in [*cards[-_KEPT:], *folder.glob("column-*.json")]:
         with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
             kept |= table.files_of(json.loads(card.read_bytes()))
     for path in folder.iterdir():

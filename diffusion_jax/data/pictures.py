@@ -27,7 +27,7 @@ _CHUNK = 64  # Number of encoded records that are read and held in memory togeth
 # smaller data set), even if fewer were read.
 _FEW = 100
 _FILTERS = ("min_size", "max_aspect", "min_chars")
-_FILTERED = ("too_small", "too_elongated", "short_caption")
+_FILTERED = ("too_small", "too_elongated", "short_caption", "left_out")
 
 
 class Columns(NamedTuple):

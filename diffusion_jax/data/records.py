@@ -205,10 +205,10 @@ def read_text(contents: bytes, text: str) -> Any:
             "txt:lines" for one caption per line, or the suffix of a file of embeddings.
     """
     suffix, _, field = text.partition(":")
-    is_text = suffix.rsplit(".")[-1] in TEXTS
-    if not field and not is_text:
+    is_text = (last := suffix.rsplit(".")[-1]) in TEXTS
+    if last not in ("json", *TEXTS):
         try:
-            return embeddings.read(contents, suffix)
+            return embeddings.read(contents, text)
         except ValueError as error:
             return Unusable("broken_text", str(error))
     try:

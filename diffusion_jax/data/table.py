@@ -15,7 +15,12 @@ A table is a folder. Its card.json names the files of its parts. A part has at m
     HASH.names.arrow    name, image, mask and note large_binary, origin list<int32>
 
 Beside these, HASH.left.arrow holds name and reason, large_binary, of the files that are no rows,
-and HASH.pictures the pictures that lie in no file from which they can be read one by one.
+HASH.without.arrow the rows that `leave_out` left out (row int64), and HASH.pictures the pictures
+that lie in no file from which they can be read one by one.
+
+A column is a second table of the same rows, with other texts. Its card is in the same folder, and
+its parts share all files but HASH.texts.arrow and HASH.joined.arrow, whose columns text and origin
+replace those of the rows.
 
 The files are named by their values (see mapped.py): equal parts of several tables are stored once,
 and an import that was killed leaves no file that another import could take for a different one.
@@ -50,11 +55,12 @@ from diffusion_jax.files import untrusted
 PART = 2**18
 """The largest number of rows of a part."""
 CARD = "card.json"
-FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|names|left)\.arrow|pictures)")
+FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|joined|names|left|without)\.arrow|pictures)")
 """The pattern of the names of a table's other files."""
 _VERSION = 1
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
 _KEPT = "kept"  # The kind of the file HASH.pictures in the card.
+_LEFT_OUT = Unusable("left_out", "`data edit --leave_out` names it")
 
 
 class InPlace(NamedTuple):
@@ -117,11 +123,12 @@ class Table(Records):
         for path in [self.home / name for name in files_of(self.card)] if self.home else ():
             if not path.exists():
                 raise FileNotFoundError(f"there is no {path}: import the data again")
-        self._parts = [
-            _Part(*(mapped.open_columns(home, part[kind]) for kind in ("rows", "texts", "names")))
-            for part in self.card["parts"]
-        ]
+        opened = lambda part: {kind: mapped.open_columns(home, of) for kind, of in part.items()}
+        self._parts = [_Part(**opened(part)) for part in self.card["parts"]]
         self._left = mapped.open_columns(home, self.card["left"])
+        self._without = np.zeros(0, np.int64)
+        if "without" in self.card:
+            self._without = mapped.open_columns(home, self.card["without"])["row"]
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
@@ -149,6 +156,57 @@ class Table(Records):
         card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
         files.write_whole(folder / CARD, _written(card))
 
+    def join(
+        self,
+        card: str,
+        text: str,
+        texts: Iterable[Sequence[InPlace]],
+        origin: str,
+        inventory: Inventory,
+    ) -> None:
+        """Write a second table with other texts into the folder of this one.
+
+        Args:
+            card: the name of its card.
+            text: its data.text.
+            texts: the texts of each row of the whole table.
+            origin: where all of these come from, for people.
+            inventory: the files that were used and left out.
+        """
+        shared, parts, texts = _Shared(self.card["root"], self.home), list[Any](), iter(texts)
+        shared.files = [(name, kind) for name, kind in self.card["files"]]
+        for part, of in zip(self._parts, self.card["parts"], strict=True):
+            writer = _Writer(shared, ())
+            for found in itertools.islice(texts, len(part)):
+                writer.add_texts(found, [origin] * len(found))
+            columns = writer.columns()
+            joined = {"text": columns["rows"]["text"], "origin": columns["names"]["origin"]}
+            files = {"texts": columns["texts"], "joined": joined}
+            parts.append(of | {kind: mapped.store(self.home, kind, c) for kind, c in files.items()})
+        changes = {
+            "parts": parts, "files": shared.files, "origins": list(shared.origins),
+            "rule": self.card["rule"] | {"text": text}, "inventory": inventory.saved(),
+        }  # fmt: skip
+        self._write_card(card, changes)
+
+    def leave_out(self, card: str, rows: Int[np.ndarray, "W"]) -> None:
+        """From now on, skip these sorted rows of the whole table, and no others, when reading.
+
+        `card` is the name of the table's card, which is replaced.
+        """
+        inventory = Inventory(self.card["inventory"])
+        inventory.counts[PICTURES] += inventory.counts.pop(_LEFT_OUT.reason, 0) - len(rows)
+        inventory.first.pop(_LEFT_OUT.reason, None)
+        inventory.add(_LEFT_OUT.reason, self.whole().names(rows[:3].tolist()), len(rows))
+        columns = mapped.flat({"row": array.array("q", rows.tolist())})
+        without = mapped.store(self.home, "without", columns)
+        self._write_card(card, {"without": without, "inventory": inventory.saved()})
+
+    def _write_card(self, name: str, changes: Mapping[str, Any]) -> None:
+        card = {**self.card, **changes}
+        card["id"] = _digest(card)
+        files.write_whole(self.home / name, _written(card))  # pyright: ignore[reportOptionalOperand]
+
     def id(self) -> str:
         """Return a digest of all rows with their texts. Copies of a data set have equal digests."""
         return self.card["id"]
@@ -165,12 +223,16 @@ class Table(Records):
         groups = [
             [row.image, *([row.mask] if row.mask else []), *_places(row.text)] for row in found
         ]
+        for number in self._are_left_out(indices):
+            groups[number] = []
         contents = reading.read(groups)
         return [self._record(row, of) for row, of in zip(found, contents, strict=True)]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return the texts of the pictures. Only texts that stay in their files are read."""
         found = [self._parts[part].text(row, self) for part, row in self._inside(indices)]
+        for number in self._are_left_out(indices):
+            found[number] = _LEFT_OUT
         contents = reading.read([_places(text) for text in found])
         return [_joined(text, of) for text, of in zip(found, contents, strict=True)]
 
@@ -263,6 +325,12 @@ class Table(Records):
         """Return the path or URL of a file of the data set, which the table names in short."""
         return _beside(self.card["root"], name)
 
+    def _are_left_out(self, indices: Sequence[int]) -> list[int]:
+        """Return the positions in `indices` of the rows that `leave_out` left out."""
+        rows = np.asarray(indices, np.int64)
+        rows = rows if self._rows is None else self._rows[rows]
+        return np.flatnonzero(np.isin(rows, self._without)).tolist() if len(self._without) else []
+
     def _inside(self, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Yield (part, row in the part) of each index."""
         firsts = self._firsts.tolist()
@@ -276,6 +344,8 @@ class Table(Records):
         return [] if self._rows is None else np.setdiff1d(self.bare(), self._rows).tolist()
 
     def _record(self, row: Row, contents: Sequence[bytes | Unusable]) -> Record:
+        if not contents:
+            return Record(b"", _LEFT_OUT, row.name)
         image, *rest = contents
         mask = rest.pop(0) if row.mask else None
         text = _joined(row.text, rest)
@@ -288,8 +358,16 @@ class Table(Records):
 class _Part:
     """The mapped columns of a part."""
 
-    def __init__(self, rows: Mapping[str, Any], texts: Mapping[str, Any], names: Mapping[str, Any]):
-        self.rows, self._texts, self._names = rows, texts, names
+    def __init__(
+        self,
+        rows: Mapping[str, Any],
+        texts: Mapping[str, Any],
+        names: Mapping[str, Any],
+        joined: Mapping[str, Any] = {},
+    ):
+        """Join the columns of a part. Those in `joined` replace the texts of the rows."""
+        kept = {name: column for name, column in rows.items() if name != "weight" or not joined}
+        self.rows, self._texts, self._names = {**kept, **joined}, texts, {**names, **joined}
 
     def __len__(self) -> int:
         return len(self.rows["key"])
@@ -422,24 +500,30 @@ def write(
     for name, reason in inventory.take():
         left["name"].add(os.fsencode(name))
         left["reason"].add(reason.encode())
-    names = [[name for name, *_ in part.values()] for part in parts]
-    digest = hashlib.blake2b(json.dumps([names, shared.files, fields]).encode(), digest_size=16)
     complete = not (inventory.damaged() or shared.unreadable)
     containers = {name for name, _ in shared.files}
     known = {shared.short(path): stamp for path, stamp in stamps.items()}
-    card = {
-        "version": _VERSION, "id": digest.hexdigest(), "root": root, "rule": rule,
+    card: dict[str, Any] = {
+        "version": _VERSION, "root": root, "rule": rule,
         "fields": fields, "parts": parts, "files": shared.files, "origins": list(shared.origins),
         "left": mapped.store(home, "left", {name: of.column() for name, of in left.items()}),
         "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
         "stamps": {name: stamp for name, stamp in known.items() if name in containers},
     }  # fmt: skip
+    card["id"] = _digest(card)
     written = _written(card)
     if isinstance(home, dict):
         home[CARD] = written
     else:
         for name in (card_of(card["id"]), CARD):
             files.write_whole(home / name, written)
+
+
+def _digest(card: Mapping[str, Any]) -> str:
+    """Return the id of the table with this card."""
+    names = [[name for name, *_ in part.values()] for part in card["parts"]]
+    values = [names, card["files"], card["fields"], *card.get("without", ())[:1]]
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
 def card_of(id: str) -> str:
@@ -453,6 +537,7 @@ def files_of(card: Mapping[str, Any]) -> set[str]:
     Raises ValueError if one is not the name of such a file.
     """
     names = {name for part in card["parts"] for name, *_ in part.values()} | {card["left"][0]}
+    names |= set(card.get("without", ())[:1])
     names |= {name for name, kind in card["files"] if kind == _KEPT}
     if wrong := [name for name in names if not FILE.fullmatch(name)]:
         raise ValueError(f"the card of a table names the file {wrong[0]!r}: import the data again")
@@ -538,19 +623,23 @@ class _Writer:
             if isinstance(number, Unusable):
                 notes[name], number = self._note(number), float("nan")
             self._numbers[f"number_{name}"].append(number)
-        texts, weights = _texts(row.text)
-        for text, weight in zip(texts, weights, strict=True):
-            self._entries.append(self._number(text))
-            self._weights.append(weight)
-        self._ends.append(len(self._entries))
-        self._origins.extend(map(self._shared.origin, row.origins))
-        self._origin_ends.append(len(self._origins))
+        self.add_texts(row.text, row.origins)
         name = self._shared.short(image.file) if own else ""
         mask = self._shared.short(row.mask.file) if row.mask else ""
         self._names["name"].add(os.fsencode(row.name))
         self._names["image"].add(os.fsencode(name if name != row.name else ""))
         self._names["mask"].add(os.fsencode(mask))
         self._names["note"].add(json.dumps(notes).encode() if notes else b"")
+
+    def add_texts(self, text: Any, origins: Sequence[str]) -> None:
+        """Add the texts of a row."""
+        texts, weights = _texts(text)
+        for text, weight in zip(texts, weights, strict=True):
+            self._entries.append(self._number(text))
+            self._weights.append(weight)
+        self._ends.append(len(self._entries))
+        self._origins.extend(map(self._shared.origin, origins))
+        self._origin_ends.append(len(self._origins))
 
     def _number(self, text: Any) -> int:
         """Return the number of a text in the part."""

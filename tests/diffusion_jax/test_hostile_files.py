@@ -25,7 +25,6 @@ from pyarrow import parquet
 from diffusion_jax import cli, runs
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import decoding, embeddings, records, rows, storage, tars
-from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import arrow, open_pictures
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.files import safetensors_files, untrusted
@@ -296,7 +295,7 @@ PICKLES = {
     "one of before 1.6": ("a.pt", lambda p, b: p.write_bytes(b), torch_files.read_state_dict),
     "NeMo's list": ("wdinfo.pkl", lambda p, b: p.write_bytes(b), read_wdinfo),
     "NeMo's embeddings": ("a.pickle", lambda p, b: p.write_bytes(b),
-                          lambda path: merge.read_pickle(path.read_bytes())),
+                          lambda path: embeddings.read_pickle(path.read_bytes())),
 }  # fmt: skip
 LONG = b"\x80\x04\x8e" + struct.pack("<Q", 2**40)  # Claims 2^40 bytes.
 SHAPE = (

@@ -11,8 +11,7 @@ import pytest
 
 from diffusion_jax import files
 from diffusion_jax.config.settings import Text
-from diffusion_jax.data import tars
-from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
+from diffusion_jax.data.prepare import fetch, index, reshard, validate
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
@@ -120,20 +119,6 @@ def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path,
         parts = bucket / "parts"
         assert validate.validate(in_bucket, folder=parts) == validate.validate(in_folder)
         assert len(parts.objects()) > 1
-
-
-def test_merge_in_a_bucket_matches_a_folder(bucket, tmp_path):
-    for name, suffix in (("images", "jpg"), ("embeddings", "npy")):
-        (tmp_path / name).mkdir()
-        for shard in range(3):
-            records = [{tars.KEY: b"%d%d" % (shard, i), suffix: b"%d" % i} for i in range(4)]
-            tars.write(tmp_path / name / f"{shard}.tar", records)
-            tars.write(bucket / name / f"{shard}.tar", records)
-    places = lambda home: (str(home / "images"), str(home / "embeddings"), home / "out")
-    counts = merge.merge(*places(tmp_path))
-    finish(lambda: merge.merge(*places(bucket)), writes=3)
-    assert counts == {"merged": 12}
-    assert contents(bucket / "out") == contents(tmp_path / "out")
 
 
 def test_fetch_into_a_bucket_downloads_and_verifies_files(bucket, tmp_path):

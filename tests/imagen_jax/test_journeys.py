@@ -70,7 +70,7 @@ def pixels(folder):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder: t5/ (a T5), images/ (tars with captions), merged/ (tars with embeddings)."""
+    """A folder: t5/ (a T5), images/ (tars with captions), joined/ (their table with embeddings)."""
     root = tmp_path_factory.mktemp("journey")
     weights = tiny_weights.t5_folder(root / "t5", width=64)
     (root / "images").mkdir()
@@ -92,8 +92,8 @@ def root(tmp_path_factory):
     tar_files.write(root / "precached" / "t0_r0_0.tar", records)
     (root / "prompts.txt").write_text("\n".join(sorted(set(texts.values()))[:4]) + "\n")
     run(
-        "diffusion_jax.data.prepare", "merge", f"--images={root / 'images'}",
-        f"--embeddings={root / 'precached'}", f"--out={root / 'merged'}",
+        "diffusion_jax.data", "attach", str(root / "images"), "--column=t5",
+        f"--from={root / 'precached'}", f"--out={root / 'joined'}",
     )  # fmt: skip
     return root
 
@@ -101,13 +101,25 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(root):
     """A run of base64_500m on stored embeddings, without a text encoder."""
-    run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'base'}")
+    run(
+        "train",
+        *BASE,
+        f"--config.data.path={root / 'joined'}",
+        "--config.data.text=t5.npy",
+        f"--workdir={root / 'base'}",
+    )
     return root / "base"
 
 
 @pytest.fixture(scope="module")
 def enlarger(root):
-    run("train", *SR, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'sr'}")
+    run(
+        "train",
+        *SR,
+        f"--config.data.path={root / 'joined'}",
+        "--config.data.text=t5.npy",
+        f"--workdir={root / 'sr'}",
+    )
     return root / "sr"
 
 
@@ -189,7 +201,7 @@ def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     workdir = root / "converted"
     err = run(
         "imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *BASE,
-        f"--config.data.path={root / 'merged'}", f"--to={workdir}",
+        f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--to={workdir}",
     )  # fmt: skip
     assert re.search(r"parameters \(raw, 0\.1\) and verified them bit by bit", err)
     out = f"--out={root / 'none'}"
@@ -204,7 +216,13 @@ def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
         f"--out={root / 'p_nemo'}",
     )
     assert np.std(pixels(root / "p_nemo")) > 1
-    run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={workdir}")
+    run(
+        "train",
+        *BASE,
+        f"--config.data.path={root / 'joined'}",
+        "--config.data.text=t5.npy",
+        f"--workdir={workdir}",
+    )
     assert np.isfinite(losses(workdir)).all()
 
 

@@ -1,4 +1,4 @@
-"""Prepare data sets, with the commands fetch, download, reshard, index, merge, validate and emoji.
+"""Prepare data sets, with the commands fetch, download, reshard, index, validate and emoji.
 
     python -m diffusion_jax.data.prepare validate --data=webdataset:shards --out=report
 
@@ -19,7 +19,7 @@ from diffusion_jax import cli, files
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, guess, show, sources
-from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
+from diffusion_jax.data.prepare import download, fetch, index, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.examples.emoji import prepare as emoji
 from diffusion_jax.files import sheets
@@ -89,13 +89,6 @@ def _part(text: str) -> tuple[int, int]:
 
 def _index(args: argparse.Namespace) -> int:
     print(json.dumps(index.index(args.path, args.text, args.threads, engines.of(args))))
-    return 0
-
-
-def _merge(args: argparse.Namespace) -> int:
-    out, engine = files.folder(args.out, "--out"), engines.of(args)
-    counts = merge.merge(args.images, args.embeddings, out, args.key, engine)
-    print(json.dumps(counts))
     return 0
 
 
@@ -208,17 +201,6 @@ def _parser() -> argparse.ArgumentParser:
         "shard-{000..099}.tar, or a URL")  # fmt: skip
     arg("--text", default="txt", help="data.text of the config that reads the tars")
     arg("--threads", type=_count, default=8)
-    engines.add_arguments(arg)
-
-    arg = add("merge", _merge, "Join tars of images with tars of their text embeddings.")
-    arg("--images", required=True, help="tars of images; see --path of the command index")
-    arg(
-        "--embeddings",
-        required=True,
-        help="tars of embeddings: .npy, .npz, .safetensors or NeMo's .pickle files",
-    )
-    arg("--out", required=True, help="folder for the merged tars")
-    arg("--key", default="", help="array in .pickle files, such as embeddings_t5_xxl/encodings")
     engines.add_arguments(arg)
 
     arg = add(

@@ -1,6 +1,7 @@
 """Read webdataset tars in random order: their records are the rows of a table."""
 
 import collections
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ def open_tars(
             or some images lack a text and `uncaptioned` is not "drop".
     """
     table = import_tars(path, text, images, fields)
+    table = table.view(np.delete(np.arange(len(table)), table.bare()))  # Of a column.
     inventory, facts = table.inventory(), table.card["facts"]
     _check_damage(len(table), inventory, facts, max_broken)
     num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
@@ -158,8 +160,8 @@ class _Importer:
     def rows(self, inventory: LeftOut) -> Iterator[Row]:
         """Yield the rows of all tars, in their order."""
         suffixes = set[str]()
-        indices = progress.reported(_indices(self._names), len(self._names), "tars imported")
-        for tar, index in zip(self._names, indices, strict=True):
+        found = indices(self._names, "tars imported")
+        for tar, index in zip(self._names, found, strict=True):
             if isinstance(index, ValueError):
                 inventory.add("broken_tar", [tar])
                 self.facts["error"] = self.facts["error"] or str(index)
@@ -217,11 +219,15 @@ class _Importer:
         return {f.name: records.number_of(f, values.get(f.name)) for f in self._fields}
 
 
-def _indices(names: Sequence[str]) -> Iterator[Index | ValueError]:
-    """Yield the index of each tar. Reading headers is limited by the disk's latency."""
+def indices(names: Sequence[str], noun: str) -> Iterator[Index | ValueError]:
+    """Yield the index of each tar, or its error, and log progress in `noun`.
+
+    Reading headers is limited by the disk's latency, so threads do it.
+    """
     with ThreadPoolExecutor(8) as threads:
-        for first in range(0, len(names), _INDICES):
-            yield from threads.map(_attempt, names[first : first + _INDICES])
+        parts = (names[first : first + _INDICES] for first in range(0, len(names), _INDICES))
+        found = itertools.chain.from_iterable(threads.map(_attempt, part) for part in parts)
+        yield from progress.reported(found, len(names), noun)
 
 
 def _attempt(name: str) -> Index | ValueError:

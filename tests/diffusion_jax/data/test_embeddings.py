@@ -1,6 +1,7 @@
 """Files of embeddings: formats, and errors."""
 
 import io
+import os
 import pickle
 
 import numpy as np
@@ -71,3 +72,33 @@ def test_damaged_files_of_embeddings_are_errors(name, contents, message):
 def test_pickled_embeddings_are_an_error_that_suggests_numpy_save(suffix):
     with pytest.raises(ValueError, match=r"can run arbitrary code .* numpy\.save"):
         embeddings.check_suffix(suffix)
+
+
+def as_nemo(array, protocol=4):
+    return pickle.dumps({"embeddings_t5_xxl": {"encodings": array}}, protocol=protocol)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_arrays_are_read_from_pickles_of_every_protocol(protocol):
+    array = np.arange(6, dtype=np.float16).reshape(2, 3)
+    np.testing.assert_array_equal(
+        embeddings.read_pickle(as_nemo(array, protocol)), array, strict=True
+    )
+    several = pickle.dumps({"a": {"x": array}, "b": array * 2}, protocol)
+    np.testing.assert_array_equal(embeddings.read_pickle(several, "a/x"), array)
+    with pytest.raises(ValueError, match="the pickle holds a/x, b: choose one array with --key"):
+        embeddings.read_pickle(several)
+
+
+def test_a_pickle_that_would_execute_code_is_an_error(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "harm"),))
+
+    with pytest.raises(
+        ValueError, match=r"the pickle refers to \w+\.mkdir, but may hold only arrays"
+    ):
+        embeddings.read_pickle(pickle.dumps({"encodings": Harm()}))
+    assert not (tmp_path / "harm").exists()
+    with pytest.raises(ValueError, match="cannot read embeddings from a pickle"):
+        embeddings.read_pickle(b"\x80\x04 no pickle")
