@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import open_folder
@@ -29,7 +28,6 @@ def run(*arguments):
         ("download", "--urls, --out"),
         ("reshard", "--out"),
         ("index", "--path"),
-        ("merge", "--images, --embeddings, --out"),
         ("validate", "--out"),
         ("emoji", "--out"),
     ],
@@ -121,16 +119,6 @@ def test_reshard_logs_how_many_shards_are_already_done(folder, tmp_path):
     for done in (0, 3):
         ended = commands.run("diffusion_jax.data.prepare", *arguments, devices=1)
         assert ended.code == 0 and f"{done} of 3 shards are done" in ended.err, ended.err
-
-
-def test_merge_prints_its_counts(tmp_path, capsys):
-    (tmp_path / "e").mkdir()
-    tar_files.write(tmp_path / "i.tar", [{"__key__": b"1", "jpg": b"x"}])
-    array = np.lib.format.magic(1, 0)  # The content is not read.
-    tar_files.write(tmp_path / "e/e.tar", [{"__key__": b"i/1", "npy": array}])
-    arguments = (f"--images={tmp_path}/i.tar", f"--embeddings={tmp_path}/e", f"--out={tmp_path}/o")
-    assert run("merge", *arguments) == 0
-    assert json.loads(capsys.readouterr().out) == {"merged": 1}
 
 
 def test_download_dry_run_prints_the_img2dataset_call_with_extra_arguments(capsys):
