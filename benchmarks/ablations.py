@@ -157,10 +157,7 @@ def _drawn(**choice: Any) -> dict[str, Any]:
 
 # The samplers left out equal ddim (with eta 0 or 1) or plms on this grid, repeat pictures of
 # k-diffusion with samplers that few use, or need another model (lcm).
-_LEFT_OUT = (
-    "ddim", "euler", "euler_ancestral", "ddpm", "plms_v", "dpm2", "dpm2_ancestral", "lms",
-    "dpmpp_2s", "lcm",
-)  # fmt: skip
+_LEFT_OUT = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v", "dpm2", "dpm2_ancestral", "lms", "dpmpp_2s", "lcm")
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "objective": {
         "x0": {},
@@ -179,9 +176,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "network": {
         "UNet": {},
         "magnitude": _magnitude(),
-        "magnitude, EDM": _magnitude(
-            **{"diffusion.predicts": "edm", "diffusion.weight": "uncertainty"}
-        ),
+        "magnitude, EDM": _magnitude(**{"diffusion.predicts": "edm", "diffusion.weight": "uncertainty"}),
     },
     "optimizer": {
         "AdamW": {},
@@ -255,9 +250,7 @@ def page(root: pathlib.Path) -> str:
     return tables(rows)
 
 
-def result(
-    root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size
-) -> dict[str, Any]:
+def result(root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size) -> dict[str, Any]:
     """Return the costs and scores of a variant for one seed.
 
     The result has the key "seed", and the keys that the functions `trained` and `drawn` return. It
@@ -295,9 +288,7 @@ def equal_time(root: pathlib.Path, variant: Variant, seed: int, size: Size) -> S
     return size._replace(steps=round(size.steps * base / own))
 
 
-def trained(
-    workdir: pathlib.Path, changes: Mapping[str, Any], seed: int, size: Size
-) -> dict[str, float]:
+def trained(workdir: pathlib.Path, changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, float]:
     """Train a run to its last step, from its newest checkpoint if there is one.
 
     Returns the number of steps ("train_steps"), the CPU milliseconds per step ("step_ms") and the
@@ -362,9 +353,7 @@ class Clock(Trace):
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
 
-def drawn(
-    workdir: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer
-) -> dict[str, float]:
+def drawn(workdir: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer) -> dict[str, float]:
     """Draw pictures with a trained run and score them.
 
     Returns the number of sampling "steps", the CPU milliseconds per picture ("picture_ms"), and the
@@ -378,9 +367,7 @@ def drawn(
     s = cascade.read_run(workdir, options.fields(cascade.OPTIONS, chosen))
     steps = chosen.pop("steps", steps_for(s))
     values = {**chosen, "steps": steps}
-    subject = evaluate_command.open_subject(
-        cascade.KIND, [str(workdir)], [[values]], [[{"ema": ema}]]
-    )
+    subject = evaluate_command.open_subject(cascade.KIND, [str(workdir)], [[values]], [[{"ema": ema}]])
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     seconds = []
@@ -411,9 +398,7 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(
-        sampler, guidance_kinds.GuidedModel(objective.make_precond(times), sigmas)
-    )
+    guide = guidance.make(sampler, guidance_kinds.GuidedModel(objective.make_precond(times), sigmas))
     guided = guidance.scale_per_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
@@ -545,14 +530,10 @@ def _file_name(text: str) -> str:
 
 
 if __name__ == "__main__":
-    _ONLY = flags.DEFINE_list(
-        "only", [], "Axes (AXIS) or variants (AXIS/NAME) to run; default: all."
-    )
+    _ONLY = flags.DEFINE_list("only", [], "Axes (AXIS) or variants (AXIS/NAME) to run; default: all.")
     _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each one trains its own runs.")
     _STEPS = flags.DEFINE_integer("steps", STEPS, "Steps of a training run.", lower_bound=3)
-    _CHANNELS = flags.DEFINE_integer(
-        "channels", CHANNELS, "Channels of the network.", lower_bound=32
-    )
+    _CHANNELS = flags.DEFINE_integer("channels", CHANNELS, "Channels of the network.", lower_bound=32)
     _PAGE = flags.DEFINE_string("page", None, "File to write the page with all results to.")
 
     def main() -> None:

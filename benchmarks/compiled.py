@@ -44,22 +44,13 @@ from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
 # Samples per device. The planner estimates that they fit if 16 devices share the state.
-BATCHES = {
-    "base64_500m": 16,
-    "base64_2b": 8,
-    "sr256_400m": 8,
-    "sr256_600m": 8,
-    "sr1024_600m": 8,
-    "sd2_512_base": 8,
-}
+BATCHES = {"base64_500m": 16, "base64_2b": 8, "sr256_400m": 8, "sr256_600m": 8, "sr1024_600m": 8, "sd2_512_base": 8}
 RESULTS = pathlib.Path(__file__).with_name("compiled.json")
 GROWTH = 1.05
 """Largest ratio of new to saved estimates that --check accepts."""
 _TARGETS = flags.DEFINE_list("targets", ["v5e:4x4"], "TPU slices to compile for.")
 _MODELS = flags.DEFINE_list("models", [*BATCHES], "Names of the models' configs.")
-_BATCH = flags.DEFINE_integer(
-    "batch", 0, "Samples per device; 0 for the model's number in BATCHES."
-)
+_BATCH = flags.DEFINE_integer("batch", 0, "Samples per device; 0 for the model's number in BATCHES.")
 _WHOLE = flags.DEFINE_boolean("whole", False, "Compile whole programs instead of blocks.")
 _KEEP = flags.DEFINE_boolean("keep", False, "Write the estimates to benchmarks/compiled.json.")
 _CHECK = flags.DEFINE_boolean("check", False, "Compare small blocks with benchmarks/compiled.json.")

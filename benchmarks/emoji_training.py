@@ -30,14 +30,19 @@ _REHEARSE = flags.DEFINE_bool("rehearse", False, "Train a tiny model on digits f
 _RESERVE_S = 60  # Kept for starting and compiling the training, packing and drawing.
 _SHARE = 0.85  # Of the remaining time, for training at the speed that was measured.
 _TINY = (
-    "--config.unet.image_size=16", "--config.unet.embed_dim=32", "--config.unet.channel_mult=(1,)",
-    "--config.unet.num_res_blocks=1", "--config.unet.attention_resolutions=()",
+    "--config.unet.image_size=16",
+    "--config.unet.embed_dim=32",
+    "--config.unet.channel_mult=(1,)",
+    "--config.unet.num_res_blocks=1",
+    "--config.unet.attention_resolutions=()",
     "--config.batch_size=4",
-)  # fmt: skip
+)
 _DIGITS = (
-    "--config.data.source=diffusion_jax.examples.digits", "--config.data.path=",
-    "--config.data.text=txt", "--config.prompts=('a red seven on gray paper',)",
-)  # fmt: skip
+    "--config.data.source=diffusion_jax.examples.digits",
+    "--config.data.path=",
+    "--config.data.text=txt",
+    "--config.prompts=('a red seven on gray paper',)",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -60,16 +65,22 @@ def main(argv: list[str]) -> None:
         run, packed, drawn = (pathlib.Path(name) / each for each in ("run", "emoji64", "drawn"))
         data = _DIGITS if tiny else ()
         start = time.monotonic()
-        _run("imagen_jax.train", config, *model, *data, f"--workdir={run}",
-             f"--config.steps={count}", f"--config.optimizer.warmup={min(500, count // 3)}",
-             "--config.sample_every=0", f"--config.save_every={count}")  # fmt: skip
+        _run(
+            "imagen_jax.train",
+            config,
+            *model,
+            *data,
+            f"--workdir={run}",
+            f"--config.steps={count}",
+            f"--config.optimizer.warmup={min(500, count // 3)}",
+            "--config.sample_every=0",
+            f"--config.save_every={count}",
+        )
         seconds = time.monotonic() - start
         _run("diffusion_jax.pack", f"--workdir={run}", f"--out={packed}")
         shutil.copy(run / run_log.METRICS, packed)
         prompts = emoji64.get_config().prompts
-        chosen = ["--prompt=a red seven on gray paper"] if tiny else [
-            f"--prompt={prompt}" for prompt in prompts
-        ]  # fmt: skip
+        chosen = ["--prompt=a red seven on gray paper"] if tiny else [f"--prompt={prompt}" for prompt in prompts]
         _run("imagen_jax.sample", f"--workdir={packed}", *chosen, f"--out={drawn}")
         out.mkdir(parents=True, exist_ok=True)
         shutil.copy(drawn / "sheet.png", out / "emoji64.png")
@@ -77,11 +88,16 @@ def main(argv: list[str]) -> None:
             tar.add(packed, "emoji64")
         rows = run_log.read_metrics(run / run_log.METRICS)
     images = count * measured["batch"]
-    measure.say({
-        "steps": count, "images": images, "training_seconds": seconds,
-        "images_per_second": images / seconds, "loss": rows[-1].get("loss"),
-        "planned_step_images_per_second": measured["samples_per_second"],
-    })  # fmt: skip
+    measure.say(
+        {
+            "steps": count,
+            "images": images,
+            "training_seconds": seconds,
+            "images_per_second": images / seconds,
+            "loss": rows[-1].get("loss"),
+            "planned_step_images_per_second": measured["samples_per_second"],
+        }
+    )
 
 
 def _run(module: str, *arguments: str) -> str:

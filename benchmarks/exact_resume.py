@@ -42,15 +42,23 @@ _TINY = flags.DEFINE_bool("tiny", False, "Use a small model and cached programs,
 _DRAW = flags.DEFINE_string("draw", "", "Only draw, with the model in this workdir.")
 _TIMEOUT_S = 600  # Of one training process.
 _LARGE = (
-    "--config.unet.num_res_blocks=1", "--config.unet.attention_impl=cudnn",
-    "--config.batch_size=32", "--config.data.source=diffusion_jax.examples.digits",
-    "--config.data.path=", "--config.data.text=txt", "--config.text.encoder=hashed",
-    "--config.text.width=256", "--config.prompts=()",
-)  # fmt: skip
+    "--config.unet.num_res_blocks=1",
+    "--config.unet.attention_impl=cudnn",
+    "--config.batch_size=32",
+    "--config.data.source=diffusion_jax.examples.digits",
+    "--config.data.path=",
+    "--config.data.text=txt",
+    "--config.text.encoder=hashed",
+    "--config.text.width=256",
+    "--config.prompts=()",
+)
 _TINY_LARGE = (
-    "--config.unet.image_size=16", "--config.unet.channel_mult=(1,)", "--config.unet.head_dim=32",
-    "--config.unet.attention_resolutions=()", "--config.unet.attention_impl=auto",
-)  # fmt: skip
+    "--config.unet.image_size=16",
+    "--config.unet.channel_mult=(1,)",
+    "--config.unet.head_dim=32",
+    "--config.unet.attention_resolutions=()",
+    "--config.unet.attention_impl=auto",
+)
 
 
 def main() -> None:
@@ -81,10 +89,15 @@ def _compare(folder: pathlib.Path, exact: bool) -> None:
     whole, killed, again = (folder / f"{name}_{suffix}" for name in ("whole", "killed", "again"))
     seconds = _train(whole, exact)
     rows = run_log.read_metrics(whole / run_log.METRICS)
-    measure.say({
-        "run": "whole", "exact": exact, "seconds": seconds,
-        "images_per_second": rows[-1].get("images_per_second"), "loss": rows[-1].get("loss"),
-    })  # fmt: skip
+    measure.say(
+        {
+            "run": "whole",
+            "exact": exact,
+            "seconds": seconds,
+            "images_per_second": rows[-1].get("images_per_second"),
+            "loss": rows[-1].get("loss"),
+        }
+    )
     killed.mkdir()
     if exact:  # The killed run shall use the kernels of the first one.
         for file in whole.glob("autotuning_*"):
@@ -106,11 +119,18 @@ def _train(workdir: pathlib.Path, exact: bool, kill: bool = False) -> float:
     """
     steps, middle = int(_STEPS.value), int(_STEPS.value) // 2
     command = [
-        sys.executable, "-m", "imagen_jax.train", f"--config=configs/{_MODEL.value}.py",
-        f"--workdir={workdir}", f"--config.steps={steps}", f"--config.save_every={middle}",
-        f"--config.log_every={middle}", "--config.sample_every=0",
-        f"--config.deterministic={exact}", f"--config.optimizer.warmup={middle}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "imagen_jax.train",
+        f"--config=configs/{_MODEL.value}.py",
+        f"--workdir={workdir}",
+        f"--config.steps={steps}",
+        f"--config.save_every={middle}",
+        f"--config.log_every={middle}",
+        "--config.sample_every=0",
+        f"--config.deterministic={exact}",
+        f"--config.optimizer.warmup={middle}",
+    ]
     large = _MODEL.value == "base64_500m"
     command += _LARGE if large else ()
     environment = dict(os.environ)
@@ -156,20 +176,26 @@ def _draw(workdir: pathlib.Path) -> None:
     model, count = imagen_jax.load(workdir), int(_PICTURES.value)
     prompts = ["a red seven on gray paper"] * count
     drawn = {
-        size: np.concatenate([
-            model.draw(prompts[i : i + size], seeds=range(i, min(i + size, count))).images
-            for i in range(0, count, size)
-        ])
+        size: np.concatenate(
+            [
+                model.draw(prompts[i : i + size], seeds=range(i, min(i + size, count))).images
+                for i in range(0, count, size)
+            ]
+        )
         for size in dict.fromkeys((count, 8, 1))
-    }  # fmt: skip
+    }
     whole = drawn[count]
     for size, images in drawn.items():
         equal = (images == whole).reshape(count, -1).all(1)
         difference = np.abs(images.astype(int) - whole.astype(int)).max()
-        measure.say({
-            "pictures": count, "batch": size, "equal_share": float(equal.mean()),
-            "largest_difference_in_grey_levels": int(difference),
-        })  # fmt: skip
+        measure.say(
+            {
+                "pictures": count,
+                "batch": size,
+                "equal_share": float(equal.mean()),
+                "largest_difference_in_grey_levels": int(difference),
+            }
+        )
 
 
 if __name__ == "__main__":

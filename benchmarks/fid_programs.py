@@ -28,24 +28,13 @@ from PIL import Image
 from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.examples.digits import judge, rendering
-from diffusion_jax.metrics import (
-    extractors,
-    fid,
-    inception,
-    inception_score,
-    inception_weights,
-    mmd,
-)
+from diffusion_jax.metrics import extractors, fid, inception, inception_score, inception_weights, mmd
 from diffusion_jax.metrics.weights import InceptionWeights
 
 flags.adopt_module_key_flags(measure)
 _ADM = flags.DEFINE_string("adm", "", "Path of ADM's evaluator.py; if empty, ADM is left out.")
-_WEIGHTS = flags.DEFINE_string(
-    "weights", "", "Path of pt_inception-2015-12-05-6726825d.pth; if empty, random weights."
-)
-_PICTURES = flags.DEFINE_integer(
-    "pictures", 1000, "Number of pictures; half of them get added noise.", lower_bound=8
-)
+_WEIGHTS = flags.DEFINE_string("weights", "", "Path of pt_inception-2015-12-05-6726825d.pth; if empty, random weights.")
+_PICTURES = flags.DEFINE_integer("pictures", 1000, "Number of pictures; half of them get added noise.", lower_bound=8)
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the pictures in pixels.", lower_bound=8)
 _BATCH = 50
 _LEVELS = "2048+spatial+unbiased"  # Features for FID and KID, for sFID, and for Inception Score.
@@ -85,9 +74,15 @@ def main() -> None:
                 own = ours(mode)[key]
                 difference = abs(own - value) / abs(value)
                 measure.say(
-                    {"program": program, "mode": mode, "score": key, "theirs": value, "ours": own,
-                     "relative_difference": difference}
-                )  # fmt: skip
+                    {
+                        "program": program,
+                        "mode": mode,
+                        "score": key,
+                        "theirs": value,
+                        "ours": own,
+                        "relative_difference": difference,
+                    }
+                )
     spread = max(by_program.values()) / min(by_program.values()) - 1
     measure.say({"fid": by_program, "largest_over_smallest_less_1": spread})
 
@@ -105,9 +100,7 @@ def _pictures() -> tuple[np.ndarray, np.ndarray]:
     return images[:half], np.clip(images[half:] + noise, 0, 255).astype(np.uint8)
 
 
-def _ours(
-    state: Mapping[str, np.ndarray], real: np.ndarray, drawn: np.ndarray
-) -> Callable[[str], Scores]:
+def _ours(state: Mapping[str, np.ndarray], real: np.ndarray, drawn: np.ndarray) -> Callable[[str], Scores]:
     """Return a function that maps a mode of Inception's input to this project's scores.
 
     The function computes the scores of a mode once, and then returns the same scores again.
@@ -120,11 +113,11 @@ def _ours(
             extractor = extractors.inception_extractor(weights, mode, _LEVELS)
             run = extractors.on_host(extractor)
             a, b = (
-                extractors.split(extractor, np.concatenate(
-                    [run(images[i : i + _BATCH]) for i in range(0, len(images), _BATCH)]
-                ))
+                extractors.split(
+                    extractor, np.concatenate([run(images[i : i + _BATCH]) for i in range(0, len(images), _BATCH)])
+                )
                 for images in (real, drawn)
-            )  # fmt: skip
+            )
             kid = mmd.kid(a["inception"], b["inception"], subsets=1, size=len(real))
             cache[mode] = {
                 "fid": fid.frechet(b["inception"], a["inception"]),
@@ -149,12 +142,25 @@ def _torch_fidelity(torch: Any, state: Mapping[str, np.ndarray], folder: pathlib
     torch.save({name: torch.from_numpy(array) for name, array in state.items()}, folder / "w.pth")
     paths = [str(folder / side) for side in ("drawn", "real")]
     scores = library.calculate_metrics(
-        input1=paths[0], input2=paths[1], cuda=False, fid=True, isc=True, kid=True, cache=False,
-        isc_splits=1, kid_subsets=1, kid_subset_size=_PICTURES.value // 2, verbose=False,
-        batch_size=_BATCH, feature_extractor_weights_path=str(folder / "w.pth"),
-    )  # fmt: skip
-    names = {"fid": "frechet_inception_distance", "kid": "kernel_inception_distance_mean",
-             "inception_score": "inception_score_mean"}  # fmt: skip
+        input1=paths[0],
+        input2=paths[1],
+        cuda=False,
+        fid=True,
+        isc=True,
+        kid=True,
+        cache=False,
+        isc_splits=1,
+        kid_subsets=1,
+        kid_subset_size=_PICTURES.value // 2,
+        verbose=False,
+        batch_size=_BATCH,
+        feature_extractor_weights_path=str(folder / "w.pth"),
+    )
+    names = {
+        "fid": "frechet_inception_distance",
+        "kid": "kernel_inception_distance_mean",
+        "inception_score": "inception_score_mean",
+    }
     return {key: float(scores[name]) for key, name in names.items()}
 
 
@@ -162,9 +168,14 @@ def _clean_fid(torch: Any, state: Mapping[str, np.ndarray], folder: pathlib.Path
     network = _network(torch, state)
     extract = lambda x: network((x - 128) / 128)[0][:, :, 0, 0]
     score = measure.library("cleanfid.fid").compute_fid(
-        str(folder / "real"), str(folder / "drawn"), mode="clean", num_workers=0,
-        device=torch.device("cpu"), custom_feat_extractor=extract, verbose=False,
-    )  # fmt: skip
+        str(folder / "real"),
+        str(folder / "drawn"),
+        mode="clean",
+        num_workers=0,
+        device=torch.device("cpu"),
+        custom_feat_extractor=extract,
+        verbose=False,
+    )
     return {"fid": float(score)}
 
 

@@ -13,9 +13,7 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 
 def halving(x, kernel):
     """Compute a 4x4 convolution with stride 2 and padding 1."""
-    return jax.lax.conv_general_dilated(
-        x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=_NHWC
-    )
+    return jax.lax.conv_general_dilated(x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=_NHWC)
 
 
 def halving_by_patches(x, kernel):
@@ -79,17 +77,13 @@ def biased_row_backward(residuals, gradient):
     ones = jnp.zeros((*x.shape[:-1], 8), x.dtype).at[..., 0].set(1)
     axes = tuple(range(x.ndim - 1))
     d_both = jax.lax.dot_general(
-        jnp.concatenate([x, ones], axis=-1),
-        gradient,
-        ((axes, axes), ((), ())),
-        preferred_element_type=jnp.float32,
+        jnp.concatenate([x, ones], axis=-1), gradient, ((axes, axes), ((), ())), preferred_element_type=jnp.float32
     )  # [C + 8, D]
     c = x.shape[-1]
     return ops.tensordot(gradient, kernel.T), d_both[:c].astype(kernel.dtype), d_both[c]
 
 
-biased_row.defvjp(lambda x, kernel, bias: (biased(x, kernel, bias), (x, kernel)),
-                   biased_row_backward)  # fmt: skip
+biased_row.defvjp(lambda x, kernel, bias: (biased(x, kernel, bias), (x, kernel)), biased_row_backward)
 
 
 def pallas_norm(x, weight, bias, scale, shift):

@@ -51,9 +51,7 @@ from diffusion_jax.devices import tuning
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", 5, "Number of measurements per source and size.", lower_bound=1
-)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of measurements per source and size.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Reader threads.", lower_bound=1)
 _SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512, 1024], "Side of the images in pixels.")
 
@@ -141,16 +139,12 @@ def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) 
         "images_per_second_host": round(host(source)),
         "threads": _THREADS.value,
         "peers": {
-            name: {
-                "images_per_second_core": round(core(key)),
-                "images_per_second_host": round(host(key)),
-            }
+            name: {"images_per_second_core": round(core(key)), "images_per_second_host": round(host(key))}
             for name, key in named.items()
         },
         "ratios": {name: round(ratio(key), 2) for name, key in named.items()},
         "cores_for_8": {
-            model: {"published": cores(rate.published), "planned": cores(rate.planned)}
-            for model, rate in rates.items()
+            model: {"published": cores(rate.published), "planned": cores(rate.planned)} for model, rate in rates.items()
         },
         "cores": os.cpu_count(),
         "cpu": _cpu_name(),
@@ -162,9 +156,7 @@ def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
     steps = _NUM.value // BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
-    batches = pipeline.make_batches(
-        pictures, lambda texts: {}, batch_size=BATCH, seed=0, num_threads=threads
-    )
+    batches = pipeline.make_batches(pictures, lambda texts: {}, batch_size=BATCH, seed=0, num_threads=threads)
     with batches:
         for _ in range(steps):
             next(batches)
@@ -210,8 +202,7 @@ def _photographs(num: int, side: int) -> Iterator[bytes]:
         photograph = photographs[i % len(photographs)]
         width = int(rng.integers(256, photograph.width))
         height = min(width * 3 // 4, photograph.height)
-        left, top = (int(rng.integers(0, side + 1)) for side in
-                     (photograph.width - width, photograph.height - height))  # fmt: skip
+        left, top = (int(rng.integers(0, side + 1)) for side in (photograph.width - width, photograph.height - height))
         cut = photograph.resize((side * 4 // 3, side), box=(left, top, left + width, top + height))
         jpeg = io.BytesIO()
         cut.save(jpeg, "jpeg", quality=95)
@@ -264,9 +255,7 @@ def _grain_alone(folder: str, size: int, workers: int = 0) -> int:
     def read(path: pathlib.Path) -> tuple[np.ndarray, str]:
         return _decoded(path.read_bytes(), size), path.with_suffix(".txt").read_text()
 
-    rows = (
-        grain.MapDataset.source(paths).shuffle(seed=0).map(read).batch(BATCH, drop_remainder=True)
-    )
+    rows = grain.MapDataset.source(paths).shuffle(seed=0).map(read).batch(BATCH, drop_remainder=True)
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches: Any = rows.to_iter_dataset(reading)
     if workers:

@@ -42,16 +42,10 @@ flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 32, "Side of the images in pixels, even.", lower_bound=2)
 _WIDTH = flags.DEFINE_integer("width", 128, "Channels, a multiple of 64.", lower_bound=64)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16"], "Dtype of images and kernels."
-)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Dtype of images and kernels.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed groups of calls.", lower_bound=1)
-_GROUP_S = flags.DEFINE_float(
-    "group_s", 0.1, "Seconds that a group of calls should take.", lower_bound=0.0
-)
-_COMPILE_FOR = flags.DEFINE_enum(
-    "compile_for", None, [*gpu.DEVICES], "Compile for this GPU instead of measuring."
-)
+_GROUP_S = flags.DEFINE_float("group_s", 0.1, "Seconds that a group of calls should take.", lower_bound=0.0)
+_COMPILE_FOR = flags.DEFINE_enum("compile_for", None, [*gpu.DEVICES], "Compile for this GPU instead of measuring.")
 _HEAD_DIM = 64
 _TEXT_TOKENS = 128  # Tokens of text after the image's, of which a mask hides half.
 
@@ -60,9 +54,8 @@ def main() -> None:
     """Measure all forms of each operation, and print the table."""
     if _WIDTH.value % 64 or _SIZE.value % 2:
         raise app.UsageError(
-            f"--width={_WIDTH.value} --size={_SIZE.value}: give a width that is a multiple of 64, "
-            "and an even size", 2,
-        )  # fmt: skip
+            f"--width={_WIDTH.value} --size={_SIZE.value}: give a width that is a multiple of 64, and an even size", 2
+        )
     if _COMPILE_FOR.value:
         compiling.prepare(1, "gpu")
         cli.start(alone=True)
@@ -127,9 +120,7 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
             _heads(s * s + _TEXT_TOKENS),
         ),
         "convolution 4x4, stride 2": (
-            _ours(
-                {"direct": True, "2x2 on patches": False}, forms.halving, forms.halving_by_patches
-            ),
+            _ours({"direct": True, "2x2 on patches": False}, forms.halving, forms.halving_by_patches),
             (x, kernel),
         ),
         "convolution 4x4, stride 2, transposed": (
@@ -184,10 +175,7 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
 
 def _ours(names: Mapping[str, bool], *functions: Callable) -> dict[str, Callable]:
     """Return {name: function}, with " (ours)" after the names whose value is True."""
-    return {
-        name + " (ours)" * ours: function
-        for (name, ours), function in zip(names.items(), functions, strict=True)
-    }
+    return {name + " (ours)" * ours: function for (name, ours), function in zip(names.items(), functions, strict=True)}
 
 
 def _attention(mask: jax.Array | None) -> dict[str, Callable]:
@@ -205,13 +193,10 @@ def _attention(mask: jax.Array | None) -> dict[str, Callable]:
         return attention.attend(q, k, v, rows, implementation=implementation)
 
     forms = {
-        name + " (ours)" * (name == mine): functools.partial(attend, implementation=name)
-        for name in ("xla", *other)
+        name + " (ours)" * (name == mine): functools.partial(attend, implementation=name) for name in ("xla", *other)
     }
     if mask is None and ops.platform() == "gpu":
-        forms["cudnn without key lengths"] = functools.partial(
-            jax.nn.dot_product_attention, implementation="cudnn"
-        )
+        forms["cudnn without key lengths"] = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     return forms
 
 
@@ -270,10 +255,7 @@ def _updates() -> dict[str, float]:
         params, state = first(params, state)
         return params, state, second(ema, params)
 
-    return {
-        "two programs": _seconds(apart, params, state, ema),
-        "one (ours)": _seconds(one, params, state, ema),
-    }
+    return {"two programs": _seconds(apart, params, state, ema), "one (ours)": _seconds(one, params, state, ema)}
 
 
 def _seconds(function: Callable, *arguments: Any) -> float:

@@ -23,9 +23,7 @@ from absl import flags
 from diffusion_jax import files
 from diffusion_jax.devices import hardware
 
-WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder for files and a copy of the printed lines; launchers set it."
-)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder for files and a copy of the printed lines; launchers set it.")
 _lines: list[str] = []
 
 T = TypeVar("T")
@@ -78,8 +76,13 @@ def gpu_power() -> Iterator[dict[str, float]]:
     Yields a dict. On exit, it receives "watts" and "mhz": the medians of the second half of the
     readings. Without nvidia-smi, it stays empty.
     """
-    command = ["nvidia-smi", "--id=0", "--query-gpu=power.draw,clocks.sm", "--loop-ms=500",
-               "--format=csv,noheader,nounits"]  # fmt: skip
+    command = [
+        "nvidia-smi",
+        "--id=0",
+        "--query-gpu=power.draw,clocks.sm",
+        "--loop-ms=500",
+        "--format=csv,noheader,nounits",
+    ]
     medians: dict[str, float] = {}
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -125,8 +128,13 @@ def gpu_kernels(work: Callable[[], object], calls: int = 3, longest: int = 40) -
                 timed(work)
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines
-                 if line.name.startswith("Stream")]  # fmt: skip
+        lines = [
+            line
+            for plane in planes
+            if "/device:GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+        ]
         for event in (event for line in lines for event in line.events):
             operation = next((str(v) for name, v in event.stats if name == "hlo_op"), event.name)
             milliseconds = event.duration_ns / 1e6 / calls
@@ -134,11 +142,7 @@ def gpu_kernels(work: Callable[[], object], calls: int = 3, longest: int = 40) -
             row = kernels.setdefault((operation, event.name[:100]), [0.0, 0.0])
             row[0], row[1] = row[0] + milliseconds, row[1] + 1 / calls
     rows = sorted(((*row, *names) for names, row in kernels.items()), reverse=True)
-    return {
-        "total_ms": sum(kinds.values()),
-        "kinds": dict(kinds.most_common(longest)),
-        "longest": rows[:longest],
-    }
+    return {"total_ms": sum(kinds.values()), "kinds": dict(kinds.most_common(longest)), "longest": rows[:longest]}
 
 
 def say(result: Mapping[str, Any] | str) -> None:
@@ -171,8 +175,4 @@ def machine() -> dict[str, Any]:
     """
     device = jax.local_devices()[0]
     memory = hardware.memory(device)
-    return {
-        "peak_memory_gib": memory and memory.peak / 2**30,
-        "device": device.device_kind,
-        "jax": jax.__version__,
-    }
+    return {"peak_memory_gib": memory and memory.peak / 2**30, "device": device.device_kind, "jax": jax.__version__}

@@ -35,9 +35,7 @@ from launch.planner.tasks import PlannedTask
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_NODES = flags.DEFINE_list(
-    "nodes", [], "Numbers of nodes to measure; default: powers of two, and all."
-)
+_NODES = flags.DEFINE_list("nodes", [], "Numbers of nodes to measure; default: powers of two, and all.")
 _PER_NODE = flags.DEFINE_integer(
     "devices_per_node", None, "Devices per node; default: those of a process.", lower_bound=1
 )
@@ -74,20 +72,14 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
     """
     max_nodes = devices // per_node
     if devices % per_node:
-        raise ValueError(
-            f"--devices_per_node={per_node} does not divide {devices} devices: choose a divisor"
-        )
+        raise ValueError(f"--devices_per_node={per_node} does not divide {devices} devices: choose a divisor")
     if not all(name.isdigit() and 1 <= int(name) <= max_nodes for name in names):
-        raise ValueError(
-            f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, such as 1,2,4"
-        )
+        raise ValueError(f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, such as 1,2,4")
     powers = [2**n for n in range(max_nodes.bit_length())]
     return sorted({int(name) for name in names} or {*powers, max_nodes})
 
 
-def cases(
-    model: PlannedTask, numbers: Sequence[int], per_node: int
-) -> list[tuple[int, Mesh, PlannedTask]]:
+def cases(model: PlannedTask, numbers: Sequence[int], per_node: int) -> list[tuple[int, Mesh, PlannedTask]]:
     """Return (number of nodes, mesh, model) for each measurement.
 
     The model's batch size is proportional to the number of nodes. Raises ValueError if the batch
@@ -114,9 +106,7 @@ def cases(
     return rows
 
 
-def row(
-    nodes: int, model: PlannedTask, timing: step.Timing, devices: int, before: Sequence[Mapping]
-) -> dict[str, Any]:
+def row(nodes: int, model: PlannedTask, timing: step.Timing, devices: int, before: Sequence[Mapping]) -> dict[str, Any]:
     """Return the row of the table for one number of nodes.
 
     `before` holds the earlier rows. The baseline of the speed-up and the efficiency is the first

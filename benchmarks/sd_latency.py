@@ -26,14 +26,7 @@ from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.text.clip import TextTower
 from sd_jax import sampling
 from sd_jax import vae as vae_module
-from sd_jax.settings import (
-    Conditioning,
-    Diffusion,
-    Latents,
-    Pipeline,
-    Sampler,
-    check_pipeline,
-)
+from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import names
@@ -44,20 +37,20 @@ _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Batch sizes to measure
 _SAMPLER = flags.DEFINE_string("sampler", "plms", "Sampler: plms, ddim, dpmpp_2m, euler or heun.")
 _STEPS = flags.DEFINE_integer("steps", 50, "Sampling steps.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 512, "Side of the images in pixels.", lower_bound=64)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the computation."
-)
-_ATTENTION = flags.DEFINE_enum(
-    "attention_impl", "auto", IMPLEMENTATIONS, "Attention implementation."
-)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the computation.")
+_ATTENTION = flags.DEFINE_enum("attention_impl", "auto", IMPLEMENTATIONS, "Attention implementation.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls per batch size.", lower_bound=1)
 _TINY = flags.DEFINE_bool("tiny", False, "Use a small model, for a quick trial.")
 
 # (TensorRT, framework) latencies in seconds on an A100 80GB, by model and batch size.
 _NEMO = {
-    ("1", 1): (0.9, 3.3), ("1", 2): (1.7, 5.2), ("1", 4): (2.9, 9.2),
-    ("2", 1): (0.9, 3.2), ("2", 2): (1.6, 5.0), ("2", 4): (2.7, 8.5),
-}  # fmt: skip
+    ("1", 1): (0.9, 3.3),
+    ("1", 2): (1.7, 5.2),
+    ("1", 4): (2.9, 9.2),
+    ("2", 1): (0.9, 3.2),
+    ("2", 2): (1.6, 5.0),
+    ("2", 4): (2.7, 8.5),
+}
 
 
 def main() -> None:
@@ -74,10 +67,7 @@ def main() -> None:
         return outputs.last, None
 
     encoder = TextEncoder("clip", tower.width, 77, lambda texts: {}, (), encode)
-    frozen = {
-        "text": _random(clip.abstract_params(tower)),
-        "vae": _random(names.abstract_vae(p.vae)),
-    }
+    frozen = {"text": _random(clip.abstract_params(tower)), "vae": _random(names.abstract_vae(p.vae))}
     params = _random(names.abstract_unet(p.unet, tower.width))
     sample = jax.jit(sampling.make_sample(p, encoder))
     for size in map(int, _BATCHES.value):
@@ -86,21 +76,15 @@ def main() -> None:
 
 def _model() -> tuple[TextTower, Pipeline]:
     dtype, part = jnp.dtype(_DTYPE.value), 10 if _TINY.value else 1
-    common: dict[str, Any] = {
-        "width": 320 // part,
-        "attention_impl": _ATTENTION.value,
-        "dtype": dtype,
-    }
+    common: dict[str, Any] = {"width": 320 // part, "attention_impl": _ATTENTION.value, "dtype": dtype}
     text: dict[str, Any] = {"vocab_size": 49408, "max_tokens": 77, "projection": None}
     text |= {"end_id": None, "dtype": dtype}
     if _MODEL.value == "1":
         unet = UNet(num_heads=8, linear_projections=False, **common)
-        tower = TextTower(width=768, mlp_width=3072, num_heads=12, num_layers=12,
-                          activation="quick_gelu", **text)  # fmt: skip
+        tower = TextTower(width=768, mlp_width=3072, num_heads=12, num_layers=12, activation="quick_gelu", **text)
     else:
         unet = UNet(head_dim=64 // (2 if _TINY.value else 1), **common)
-        tower = TextTower(width=1024, mlp_width=4096, num_heads=16, num_layers=23,
-                          activation="gelu", **text)  # fmt: skip
+        tower = TextTower(width=1024, mlp_width=4096, num_heads=16, num_layers=23, activation="gelu", **text)
     vae = VAE(width=128 // (4 if _TINY.value else 1), dtype=dtype)
     if _TINY.value:
         tower = tower.clone(num_layers=2)

@@ -20,22 +20,20 @@ INPUTS = ("cached", "moments", "images")
 """Inputs of a latent diffusion step. "cached": latent moments and text embeddings, so the step runs
 only the UNet. "moments": latent moments and texts, so the step also runs the text encoder.
 "images": images and texts, so the step runs the text encoder and the autoencoder too."""
-_STEPS = flags.DEFINE_integer(
-    "steps", 0, "Timed steps; 0: as many as fit into --seconds.", lower_bound=0
-)
+_STEPS = flags.DEFINE_integer("steps", 0, "Timed steps; 0: as many as fit into --seconds.", lower_bound=0)
 _SECONDS = flags.DEFINE_float(
-    "seconds", 60.0, "Time for the timed steps. A GPU slows down within the first ones, as it "
-    "reaches its limits of power and temperature.", lower_bound=0.0,
-)  # fmt: skip
+    "seconds",
+    60.0,
+    "Time for the timed steps. A GPU slows down within the first ones, as it "
+    "reaches its limits of power and temperature.",
+    lower_bound=0.0,
+)
 _L2_FETCH = flags.DEFINE_integer(
-    "l2_fetch", 0, "On GPUs, bytes that are fetched at once into the L2 cache: 32, 64 or 128; 0: "
-    "CUDA's default.",
-)  # fmt: skip
+    "l2_fetch", 0, "On GPUs, bytes that are fetched at once into the L2 cache: 32, 64 or 128; 0: CUDA's default."
+)
 _HUNDRED = 100
 _WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
-_PROFILE = flags.DEFINE_bool(
-    "profile", False, "On GPUs, also profile three steps: which kernels take how long."
-)
+_PROFILE = flags.DEFINE_bool("profile", False, "On GPUs, also profile three steps: which kernels take how long.")
 _INPUTS = flags.DEFINE_enum(
     "inputs", "cached", INPUTS, "What a Stable Diffusion step reads; it computes everything else."
 )
@@ -93,11 +91,7 @@ def read(config: Mapping[str, Any]) -> tuple[PlannedTask, str | None]:
         source = "folder" if inputs == "images" else "moments"
         data = {"source": source, "mixture": (), "crop": "center", "flip": False, "resize": 0}
         store = "none" if inputs == "cached" else ""
-        config = {
-            **config,
-            "data": {**config["data"], **data},
-            "text": {**config["text"], "store": store},
-        }
+        config = {**config, "data": {**config["data"], **data}, "text": {**config["text"], "store": store}}
     return tasks.read(config), inputs
 
 
@@ -137,9 +131,7 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
     kernels = measure.gpu_kernels(train) if _PROFILE.value else None
     work = float(flops.count(traced.jaxpr.jaxpr))
     loss = float(metrics["loss"])
-    return Timing(
-        seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes, power | reported
-    )
+    return Timing(seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes, power | reported)
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:

@@ -44,9 +44,7 @@ _MODELS = flags.DEFINE_list("models", ["sd", "encode", "decode"], "Models to com
 _WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "Kinds of work to time.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timed calls of each network.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", 1, "Number of cores.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer(
-    "width", 64, "Base width of the networks; t5 and clip ignore it.", lower_bound=32
-)
+_WIDTH = flags.DEFINE_integer("width", 64, "Base width of the networks; t5 and clip ignore it.", lower_bound=32)
 _DECAY, _RATE = 0.9999, 1e-4
 Inputs = dict[str, np.ndarray]
 
@@ -140,9 +138,7 @@ def _forward(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    gradient = jax.jit(
-        jax.value_and_grad(lambda params, inputs: (pair.ours(params, inputs) ** 2).mean())
-    )
+    gradient = jax.jit(jax.value_and_grad(lambda params, inputs: (pair.ours(params, inputs) ** 2).mean()))
     inputs, tensors = jax.device_put(pair.inputs), _tensors(pair.inputs)
 
     def theirs():
@@ -195,9 +191,7 @@ def _sd(width: int) -> Pair:
     text, side, batch = 256, 32, 4
     unet = sd.UNet(2 * width, (1, 2, 4), 1, (0, 1))
     params = _random(names.abstract_unet(unet, text))
-    theirs = diffusers.UNet2DConditionModel(
-        **formats.unet_to_diffusers(unet, text), sample_size=side
-    )
+    theirs = diffusers.UNet2DConditionModel(**formats.unet_to_diffusers(unet, text), sample_size=side)
     _fill(theirs, names.unet_to_torch(params, unet, "diffusers"))
     draw = np.random.default_rng(0).standard_normal
     inputs = {
@@ -224,9 +218,7 @@ def _vae(width: int, half: str) -> Pair:
             return module.encode(tensors["x"]).latent_dist.parameters
         return module.decode(tensors["x"]).sample
 
-    return Pair(
-        lambda p, inputs: vae.apply(p, inputs["x"], method=half), params, theirs, inputs, call
-    )
+    return Pair(lambda p, inputs: vae.apply(p, inputs["x"], method=half), params, theirs, inputs, call)
 
 
 def _t5(width: int) -> Pair:
@@ -255,8 +247,9 @@ def _clip(width: int) -> Pair:
     del width
     transformers = measure.library("transformers")
 
-    config = transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072,
-                                         num_hidden_layers=12, num_attention_heads=12)  # fmt: skip
+    config = transformers.CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
+    )
     theirs = transformers.CLIPTextModel(config).eval()
     state = {name: w.numpy() for name, w in theirs.state_dict().items()}
     weights = clip_weights.from_state(state, config.to_dict())

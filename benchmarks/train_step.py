@@ -89,33 +89,35 @@ def main() -> None:
     known_tflop = _KNOWN_TFLOP.get(parameters)
     if inputs:
         known_tflop = _KNOWN_SD_TFLOP.get((parameters, config["latents"]["image_size"]))
-    measure.say({
-        "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
-        "parameters": parameters,
-        "batch": batch,
-        "inputs": inputs,
-        "samples_per_second": batch / timing.median,
-        "first_samples_per_second": batch / timing.first,
-        "steps": len(timing.seconds),
-        "seconds": sum(timing.seconds),
-        "deterministic": model.run.deterministic,
-        "step_ms": 1e3 * timing.median,
-        "step_ms_min_max": [1e3 * min(timing.seconds), 1e3 * max(timing.seconds)],
-        "tflops": timing.flops / timing.median / 1e12,
-        "tflop_per_sample": timing.flops / batch / 1e12,
-        "known_tflop_per_sample": known_tflop,
-        "mfu": timing.utilization(mesh.size),
-        "planned": planned,
-        "trace_s": timing.trace_s,
-        "lower_s": timing.lower_s,
-        "compile_s": timing.compile_s,
-        "micro_batches": timing.passes,
-        "devices": mesh.size,
-        **measure.machine(),
-        **timing.gpu,
-        "loss": timing.loss,
-        "kernels": timing.kernels,
-    })  # fmt: skip
+    measure.say(
+        {
+            "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
+            "parameters": parameters,
+            "batch": batch,
+            "inputs": inputs,
+            "samples_per_second": batch / timing.median,
+            "first_samples_per_second": batch / timing.first,
+            "steps": len(timing.seconds),
+            "seconds": sum(timing.seconds),
+            "deterministic": model.run.deterministic,
+            "step_ms": 1e3 * timing.median,
+            "step_ms_min_max": [1e3 * min(timing.seconds), 1e3 * max(timing.seconds)],
+            "tflops": timing.flops / timing.median / 1e12,
+            "tflop_per_sample": timing.flops / batch / 1e12,
+            "known_tflop_per_sample": known_tflop,
+            "mfu": timing.utilization(mesh.size),
+            "planned": planned,
+            "trace_s": timing.trace_s,
+            "lower_s": timing.lower_s,
+            "compile_s": timing.compile_s,
+            "micro_batches": timing.passes,
+            "devices": mesh.size,
+            **measure.machine(),
+            **timing.gpu,
+            "loss": timing.loss,
+            "kernels": timing.kernels,
+        }
+    )
 
 
 def _largest_batch(model: tasks.PlannedTask) -> int:

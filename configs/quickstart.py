@@ -33,9 +33,7 @@ def get_config() -> ConfigDict:
     c.diffusion.update(predicts="x0", p_mean=-0.4, weight="p2")  # P2: docs/lab/ablations.md
     # The last step goes from sigma 0.4 to 0. This suffices, because the network predicts x0.
     c.sampler.update(name="ddim", eta=1.0, steps=12, sigma_min=0.4, sigma_max=40.0, guidance=2.0)
-    c.optimizer.update(
-        lr=2e-3, schedule="cosine", warmup=100, b2=0.99, ema_decays=(0.999,), ema_warmup=True
-    )
+    c.optimizer.update(lr=2e-3, schedule="cosine", warmup=100, b2=0.99, ema_decays=(0.999,), ema_warmup=True)
     c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=1)
 
     c.evaluation.guidance = (2.0,)

@@ -15,9 +15,7 @@ def get_config() -> ConfigDict:
     c = quickstart.get_config()
     c.steps = 1_000
     # Guidance is part of what the network learns, so drawing needs none.
-    c.diffusion.update(
-        method="meanflow(omega=1.5, norm_eps=1, every=8)", p_mean=0.0, p_std=1.0, weight="none"
-    )
+    c.diffusion.update(method="meanflow(omega=1.5, norm_eps=1, every=8)", p_mean=0.0, p_std=1.0, weight="none")
     c.sampler.update(name="ddim", eta=0.0, steps=1, guidance=1.0)
     c.evaluation.guidance = (1.0,)
     c.save_every, c.sample_every = 500, 500

@@ -27,8 +27,5 @@ def get_config() -> ConfigDict:
         }
     )
     c.diffusion.update(predicts="edm", weight="uncertainty")
-    c.optimizer.update(
-        schedule="inverse_sqrt", decay_from=100, warmup=50, lr=4e-2, weight_decay=0.0,
-        clip=float("inf"),
-    )  # fmt: skip
+    c.optimizer.update(schedule="inverse_sqrt", decay_from=100, warmup=50, lr=4e-2, weight_decay=0.0, clip=float("inf"))
     return c

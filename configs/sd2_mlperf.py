@@ -27,12 +27,7 @@ def get_config(batch: str = "512") -> ConfigDict:
     c.diffusion.predicts = "v"
     c.sampler.update(name="ddim", steps=50, guidance=8.0)
     c.optimizer.update(
-        lr=1.25e-7 * c.batch_size,
-        schedule="ldm",
-        warmup=1_000,
-        weight_decay=0.01,
-        clip=float("inf"),
-        ema_decays=(),
+        lr=1.25e-7 * c.batch_size, schedule="ldm", warmup=1_000, weight_decay=0.01, clip=float("inf"), ema_decays=()
     )
     c.data.update(source="moments", path="data/laion-400m/moments", min_size=0)
 

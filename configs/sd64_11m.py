@@ -17,12 +17,7 @@ from configs import sd_quickstart
 def get_config() -> ConfigDict:
     c = sd_quickstart.get_config()
     c.unet.update(
-        width=64,
-        channel_mult=(1, 2, 3),
-        num_res_blocks=1,
-        attention_levels=(1, 2),
-        in_channels=8,
-        out_channels=8,
+        width=64, channel_mult=(1, 2, 3), num_res_blocks=1, attention_levels=(1, 2), in_channels=8, out_channels=8
     )
     c.vae.update(weights="runs/sd64_vae", latent_channels=8)
     c.text.update(width=256, max_tokens=16)

@@ -30,25 +30,14 @@ def get_config() -> ConfigDict:
         dtype="float32",
     )
     c.vae.update(
-        weights="runs/sd_vae",
-        width=32,
-        channel_mult=(1, 2, 2),
-        num_res_blocks=1,
-        latent_channels=16,
-        dtype="float32",
+        weights="runs/sd_vae", width=32, channel_mult=(1, 2, 2), num_res_blocks=1, latent_channels=16, dtype="float32"
     )
     c.text.update(encoder="hashed", weights="", width=64, max_tokens=6, drop_prob=0.1)
     c.latents.update(image_size=16, scale=1.0)
     c.diffusion.update(predicts="v")
     c.sampler.update(name="ddim", eta=1.0, steps=20, guidance=2.0)
     c.optimizer.update(
-        lr=2e-3,
-        schedule="cosine",
-        warmup=100,
-        b2=0.99,
-        weight_decay=0.01,
-        ema_decays=(0.999,),
-        ema_warmup=True,
+        lr=2e-3, schedule="cosine", warmup=100, b2=0.99, weight_decay=0.01, ema_decays=(0.999,), ema_warmup=True
     )
     c.data.update(source="diffusion_jax.examples.digits", path="", threads=1)
 

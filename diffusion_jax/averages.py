@@ -91,9 +91,7 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 
 @contextlib.contextmanager
-def weights_alone(
-    workdir: files.Path, config: dict[str, Any], out: files.Path
-) -> Iterator[pathlib.Path]:
+def weights_alone(workdir: files.Path, config: dict[str, Any], out: files.Path) -> Iterator[pathlib.Path]:
     """Create a run at `out` with a config and the vocabulary of `workdir`, but no checkpoint yet.
 
     In its config, ema_decays and ema_widths are empty. This context manager yields the folder
@@ -123,8 +121,7 @@ def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.S
     steps = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
     if step not in (None, *steps):
         raise ValueError(
-            f"--checkpoint={step}: {workdir} has no checkpoint or snapshot of this step: choose "
-            f"one of {sorted(steps)}"
+            f"--checkpoint={step}: {workdir} has no checkpoint or snapshot of this step: choose one of {sorted(steps)}"
         )
     at = max(steps, default=0) if step is None else step
     if not (sources := restore.traces(root, at)):
@@ -138,9 +135,7 @@ def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.S
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _WIDTH = flags.DEFINE_string("width", None, "Relative width of the average to write to --out.")
-    _CHECKPOINT = flags.DEFINE_integer(
-        "checkpoint", None, "The step of a checkpoint or snapshot; default: the newest."
-    )
+    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "The step of a checkpoint or snapshot; default: the newest.")
     _OUT = flags.DEFINE_string("out", None, "The workdir of the new run that --width creates.")
 
     def main() -> None:
@@ -148,17 +143,12 @@ if __name__ == "__main__":
         with cli.bad_input():
             width, out = _WIDTH.value, _OUT.value
             if (width is None) != (out is None):
-                raise ValueError(
-                    "--width (the average) and --out (the folder to write) belong together: give "
-                    "both"
-                )
+                raise ValueError("--width (the average) and --out (the folder to write) belong together: give both")
             if width is None or out is None:
                 text = describe(_WORKDIR.value, _CHECKPOINT.value)
             else:
                 if power_averages.width_of(width) is None:
-                    raise ValueError(
-                        f"--width={width}: it must be above 0 and at most {power_averages.WIDEST}"
-                    )
+                    raise ValueError(f"--width={width}: it must be above 0 and at most {power_averages.WIDEST}")
                 step = write(_WORKDIR.value, width, _CHECKPOINT.value, out)
                 text = f"wrote the average of width {width} at step {step:,} to {out}"
         if jax.process_index() == 0:

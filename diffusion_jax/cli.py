@@ -28,9 +28,10 @@ flags.disclaim_key_flags()  # --help shows --config with the command that define
 _EXTRAS = {"starlette": "web", "uvicorn": "web"}
 """The extra that installs a package, for packages that requirements.txt does not list."""
 _TRUST = flags.DEFINE_list(
-    "trust", [], "Modules of your own that the config of a workdir or of moments may name, such as "
-    "my_package.my_source.",
-)  # fmt: skip
+    "trust",
+    [],
+    "Modules of your own that the config of a workdir or of moments may name, such as my_package.my_source.",
+)
 _ended = threading.Event()  # Set while no `interruptible` is entered.
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
@@ -45,9 +46,7 @@ class OneLine(argparse.ArgumentParser):
 
 
 def define_config(
-    help_text: str = "A file in configs/.",
-    flag_values: flags.FlagValues = flags.FLAGS,
-    argv: list[str] | None = None,
+    help_text: str = "A file in configs/.", flag_values: flags.FlagValues = flags.FLAGS, argv: list[str] | None = None
 ) -> flags.FlagHolder[ConfigDict]:
     """Define the flag --config=FILE[:ARGUMENT] and its overrides --config.X=Y.
 
@@ -202,9 +201,7 @@ def _in_words(message: str) -> str:
         abouts = {name: text.strip(".").replace("\n", " ") for name, text in helps.items()}
         named = (f"--{name} is missing: {a[0].lower()}{a[1:]}" for name, a in abouts.items())
         return "; ".join(named)
-    message = re.sub(
-        r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
-    )
+    message = re.sub(r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message)
     return message.replace("could not convert string to float: ", "give a number, not ")
 
 
@@ -268,9 +265,7 @@ def start(*, alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def bad_input(
-    *more: type[Exception],
-    usual: tuple[type[Exception], ...] = (ValueError, OSError),
-    code: int = exits.REFUSED,
+    *more: type[Exception], usual: tuple[type[Exception], ...] = (ValueError, OSError), code: int = exits.REFUSED
 ) -> Iterator[None]:
     """Turn errors that a user can fix into a one-line message and exit code `code`.
 
@@ -289,10 +284,7 @@ def bad_input(
             raise  # For `interruptible`.
         _end(error, code)
     except MemoryError as error:
-        _end(
-            MemoryError(f"out of memory: {str(error) or 'none is left'}: free some, and try again"),
-            1,
-        )
+        _end(MemoryError(f"out of memory: {str(error) or 'none is left'}: free some, and try again"), 1)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if not package or (pathlib.Path(__file__).parents[1] / package).exists():

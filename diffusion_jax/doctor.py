@@ -31,9 +31,19 @@ from diffusion_jax.logs import run_log
 
 _JSON = flags.DEFINE_bool("json", False, "Print the report as JSON.")
 _PACKAGES = (
-    "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-    "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "tensorflow", "tensorflow-cpu",
-)  # fmt: skip
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "ml_collections",
+    "tensorflow",
+    "tensorflow-cpu",
+)
 
 
 def main() -> None:

@@ -118,9 +118,7 @@ def make_scorer(
     return score
 
 
-def of_all(
-    score: Callable[[Params], dict[str, float]], raw: Params, ema: Mapping[str, Params]
-) -> dict[str, float]:
+def of_all(score: Callable[[Params], dict[str, float]], raw: Params, ema: Mapping[str, Params]) -> dict[str, float]:
     """Return the held-out losses of the raw parameters and of all averages.
 
     Args:
@@ -260,27 +258,19 @@ def measure_run(
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _EMA = flags.DEFINE_list(
-        "ema", [], 'Weights to measure: decays or widths of averages, "ema" for the largest '
+        "ema",
+        [],
+        'Weights to measure: decays or widths of averages, "ema" for the largest '
         'average, or "raw"; default: all that are saved.',
-    )  # fmt: skip
+    )
     _CHECKPOINT = flags.DEFINE_integer(
         "checkpoint", None, "The step of a checkpoint; default: the newest undamaged one."
     )
-    _SHARE = flags.DEFINE_float(
-        "share", None, "Share of the data to measure; default: config.data.heldout.", 1e-9, 1.0
-    )
-    _DATA = flags.DEFINE_string(
-        "data", "", "Another data set to measure on, SOURCE:PATH::TEXT; default: the run's."
-    )
-    _RECORDS = flags.DEFINE_integer(
-        "records", None, "The largest number of records to measure.", lower_bound=1
-    )
-    _BASE = flags.DEFINE_string(
-        "unet_weights", None, "The new path of the weights that a LoRA run adapts."
-    )
-    _LEVELS = flags.DEFINE_list(
-        "levels", [], "Noise levels; default: quantiles of the noise levels in training."
-    )
+    _SHARE = flags.DEFINE_float("share", None, "Share of the data to measure; default: config.data.heldout.", 1e-9, 1.0)
+    _DATA = flags.DEFINE_string("data", "", "Another data set to measure on, SOURCE:PATH::TEXT; default: the run's.")
+    _RECORDS = flags.DEFINE_integer("records", None, "The largest number of records to measure.", lower_bound=1)
+    _BASE = flags.DEFINE_string("unet_weights", None, "The new path of the weights that a LoRA run adapts.")
+    _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of the noise levels in training.")
 
     def _level(text: str) -> float:
         try:
@@ -295,9 +285,15 @@ if __name__ == "__main__":
         cli.start()
         with cli.bad_input():
             lines = measure_run(
-                files.path(_WORKDIR.value), _CHECKPOINT.value, _EMA.value, _SHARE.value,
-                _RECORDS.value, [_level(text) for text in _LEVELS.value], _BASE.value, _DATA.value,
-            )  # fmt: skip
+                files.path(_WORKDIR.value),
+                _CHECKPOINT.value,
+                _EMA.value,
+                _SHARE.value,
+                _RECORDS.value,
+                [_level(text) for text in _LEVELS.value],
+                _BASE.value,
+                _DATA.value,
+            )
         if jax.process_index() == 0:
             print(*map(json.dumps, lines), sep="\n")
 

@@ -78,9 +78,7 @@ class System(abc.ABC):
         """Return the shape [H, W, C] in which the sampler draws an image."""
 
     @abc.abstractmethod
-    def editor(
-        self, frozen: Frozen, batch: Batch, keys: Keys
-    ) -> Callable[[SamplerFunction], SamplerFunction]:
+    def editor(self, frozen: Frozen, batch: Batch, keys: Keys) -> Callable[[SamplerFunction], SamplerFunction]:
         """Return a function that adapts the sampler to the batch's "image"."""
 
     def decode(self, frozen: Frozen, batch: Mapping[str, Any], x0: Images) -> Images:
@@ -91,9 +89,7 @@ class System(abc.ABC):
         """Return the inputs that training adds to those of the text."""
         return {}
 
-    def sampling_inputs(
-        self, frozen: Frozen, batch: Batch, keys: Keys, x0: Images | None
-    ) -> tuple[Keys, Condition]:
+    def sampling_inputs(self, frozen: Frozen, batch: Batch, keys: Keys, x0: Images | None) -> tuple[Keys, Condition]:
         """Return the keys for the image's noise, and the inputs added to those of the text.
 
         The held-out loss passes x0; sampling passes None.
@@ -117,9 +113,7 @@ class SecondNetwork(NamedTuple):
     """The `diffusion` group of its config."""
 
 
-def make_task(
-    system: System, diffusion: Diffusion, sampler: Sampler, drop_prob: float, frozen: Frozen
-) -> Task:
+def make_task(system: System, diffusion: Diffusion, sampler: Sampler, drop_prob: float, frozen: Frozen) -> Task:
     """Return a model's Task.
 
     Args:
@@ -168,9 +162,7 @@ def make_task(
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         numbers = picture_fields.condition(system.fields, batch)
         text = system.text(frozen, batch)
-        empty = lambda: {
-            **system.dropped(frozen, text), **picture_fields.unknown(numbers), **added
-        }  # fmt: skip
+        empty = lambda: {**system.dropped(frozen, text), **picture_fields.unknown(numbers), **added}
         network = method.measured(net, params, {**text, **numbers, **added}, empty, sigma)
         return objective.errors(network, x0, eps, sigma)
 
@@ -182,10 +174,7 @@ def make_task(
 
 
 def make_sampler_inputs(
-    system: System,
-    diffusion: Diffusion,
-    sampler: Sampler,
-    guiding: SecondNetwork | None = None,
+    system: System, diffusion: Diffusion, sampler: Sampler, guiding: SecondNetwork | None = None
 ) -> samplers.InputsFunction:
     """Return a Task's `sampler_inputs`, the function that prepares the sampler's arguments.
 
@@ -203,19 +192,20 @@ def make_sampler_inputs(
         unknown = picture_fields.unknown(numbers)
         given = {**replaced.pop(guidance_kinds.COND)(), **numbers, **added}
         # The other conditions replace some of the inputs: the text, and all fields.
-        conditions = {
-            name: lambda own=own: {**given, **own(), **unknown} for name, own in replaced.items()
-        }
+        conditions = {name: lambda own=own: {**given, **own(), **unknown} for name, own in replaced.items()}
         conditions = {guidance_kinds.COND: lambda: given, **conditions}
         guide_of = None
         if guiding:
             second, net = guiding.diffusion.objective, _net(guiding.unet)
             guide_of = second.method.denoiser(net, frozen["guide"], second.scalings, sigmas)
         denoise = guidance_module.make_denoiser(
-            sampler, guidance_kinds.GuidedModel(scalings, sigmas), guidance,
+            sampler,
+            guidance_kinds.GuidedModel(scalings, sigmas),
+            guidance,
             objective.method.denoiser(_net(system.unet), params, scalings, sigmas),
-            conditions, guide_of,
-        )  # fmt: skip
+            conditions,
+            guide_of,
+        )
         first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]
         x = samplers.initial_noise(noise_keys, shape, first)
         draws = samplers.gaussian_noise(noise_keys, shape)
@@ -223,9 +213,7 @@ def make_sampler_inputs(
         def finish(x):
             return system.decode(frozen, batch, samplers.to_variance_preserving(x, sigmas[-1]))
 
-        inputs = samplers.SamplerInputs(
-            system.wrap_denoiser(frozen, denoise), x, sigmas, draws, finish
-        )
+        inputs = samplers.SamplerInputs(system.wrap_denoiser(frozen, denoise), x, sigmas, draws, finish)
         if "image" not in batch:
             return inputs
         return inputs._replace(wrap=system.editor(frozen, batch, noise_keys))

@@ -33,9 +33,7 @@ from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 
 
-def pack(
-    workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = ""
-) -> pathlib.Path:
+def pack(workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = "") -> pathlib.Path:
     """Create the workdir `out` with packed weights, and return the path of the packed file.
 
     Its config does not tell where the training data are, because it is often published.
@@ -57,9 +55,7 @@ def pack(
     config = runs.load(workdir)
     mixture = [[weight, source, "", text] for weight, source, _, text in config["data"]["mixture"]]
     config["data"] |= {"path": "", "prior": "", "mixture": mixture}
-    words = (
-        vocabulary.of(prompts.read(captions, every=True, flag="--captions")) if captions else None
-    )
+    words = vocabulary.of(prompts.read(captions, every=True, flag="--captions")) if captions else None
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
     step = restore.newest_sound(root, items) if step is None else step
@@ -89,8 +85,7 @@ def check_push(name: str) -> None:
         raise ValueError(f"--push={name} is no repository of the Hugging Face Hub: give OWNER/NAME")
     if not huggingface_hub.get_token():
         raise ValueError(
-            f"--push={name} needs a token of the Hugging Face Hub that may write: run hf auth "
-            "login, or set HF_TOKEN"
+            f"--push={name} needs a token of the Hugging Face Hub that may write: run hf auth login, or set HF_TOKEN"
         )
 
 
@@ -111,9 +106,7 @@ def push(workdir: files.Path, name: str) -> str:
     api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(name, exist_ok=True)
-        api.upload_folder(
-            repo_id=name, folder_path=files.local(workdir), commit_message="Upload a packed model"
-        )
+        api.upload_folder(repo_id=name, folder_path=files.local(workdir), commit_message="Upload a packed model")
     except Exception as error:  # The library and the network raise many types.
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -148,20 +141,23 @@ if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _OUT = flags.DEFINE_string("out", None, "The new workdir.", required=True)
     _EMA = flags.DEFINE_string(
-        "ema", "ema", 'The weights to pack: an average such as 0.9999, "ema" for the largest '
-        'average, or "raw".',
-    )  # fmt: skip
+        "ema", "ema", 'The weights to pack: an average such as 0.9999, "ema" for the largest average, or "raw".'
+    )
     _CHECKPOINT = flags.DEFINE_integer(
         "checkpoint", None, "The step of a checkpoint; default: the newest undamaged one."
     )
     _CAPTIONS = flags.DEFINE_string(
-        "captions", "", "The training captions: a text file with one per line, or a data source, "
+        "captions",
+        "",
+        "The training captions: a text file with one per line, or a data source, "
         "written SOURCE:PATH::TEXT; default: the run's vocabulary.json.",
-    )  # fmt: skip
+    )
     _PUSH = flags.DEFINE_string(
-        "push", None, "OWNER/NAME of a repository on the Hugging Face Hub, to upload the new "
+        "push",
+        None,
+        "OWNER/NAME of a repository on the Hugging Face Hub, to upload the new "
         "workdir with a model card; it needs a token (hf auth login, or HF_TOKEN).",
-    )  # fmt: skip
+    )
 
     def main() -> None:
         """Pack the weights of a workdir."""

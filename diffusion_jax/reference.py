@@ -32,14 +32,7 @@ _INTRODUCTION = (
     '`sampler.name="restart(low=0.5)"`; [Names](#names) lists them.',
 )
 _TITLES = {"imagen_jax": "Imagen", "sd_jax": "Stable Diffusion", "sd_jax.vae": "Autoencoder"}
-_NAMES = (
-    "sampler.name",
-    "sampler.grid",
-    "sampler.guiding",
-    "diffusion.noise",
-    "diffusion.weight",
-    "diffusion.method",
-)
+_NAMES = ("sampler.name", "sampler.grid", "sampler.guiding", "diffusion.noise", "diffusion.weight", "diffusion.method")
 """Fields whose values are names of functions. The section "Names" describes the functions.
 
 A name means the same function in both systems.
@@ -113,9 +106,7 @@ def _help_line(path: str, field: FieldDoc) -> str:
     return f"--config.{path}: {field.meaning} ({field.values}{default})"
 
 
-def _section(
-    heading: str, group: str, kind: type, extra: list[FieldDoc] | None = None
-) -> list[str]:
+def _section(heading: str, group: str, kind: type, extra: list[FieldDoc] | None = None) -> list[str]:
     """Return a heading, the description of a config group, and a table of its fields, as Markdown.
 
     `kind` is the class of the group. `extra` holds fields to list before those of the class.

@@ -42,7 +42,10 @@ def _default_out(workdirs: Sequence[str]) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "The file to write; default: report.html in the first workdir "
-                        "(A/report_with_B.html for two runs A and B).")  # fmt: skip
+    flags.DEFINE_string(
+        "out",
+        None,
+        "The file to write; default: report.html in the first workdir (A/report_with_B.html for two runs A and B).",
+    )
     flags.DEFINE_bool("rcp", False, "Show MLPerf's reference runs as a band in the plots.")
     cli.run_with_arguments(main)

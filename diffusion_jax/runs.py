@@ -27,17 +27,33 @@ CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
 # Fields that a continued run may change: they do not affect what is learned, or only from then on.
 FREE = (
-    "steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "step_timeout",
-    "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
-    "optimizer.snapshot_every", "optimizer.restart", "optimizer.ema_warmup", "sampler.",
-    "evaluation.", "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
-    "unet.attention_impl", "unet.remat",
-)  # fmt: skip
+    "steps",
+    "log_every",
+    "sample_every",
+    "save_every",
+    "keep_last",
+    "keep_every",
+    "step_timeout",
+    "prompts",
+    "mesh.",
+    "optimizer.micro_batch",
+    "optimizer.max_skipped",
+    "optimizer.snapshot_every",
+    "optimizer.restart",
+    "optimizer.ema_warmup",
+    "sampler.",
+    "evaluation.",
+    "heldout.",
+    "data.threads",
+    "data.path",
+    "data.max_broken",
+    "text.store",
+    "unet.attention_impl",
+    "unet.remat",
+)
 
 
-def claim(
-    workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
-) -> bool:
+def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True) -> bool:
     """Write the config into a workdir, after checking it against the config that is there, if any.
 
     Fields that do not affect what the model learns may differ, such as the number of steps or the
@@ -70,21 +86,20 @@ def claim(
         )
     if write and different:
         logging.warning(
-            "%s holds no checkpoint, so this config replaces that of an earlier start (%s)",
-            workdir, different,
-        )  # fmt: skip
+            "%s holds no checkpoint, so this config replaces that of an earlier start (%s)", workdir, different
+        )
     elif write and path.exists():
         written = untrusted.parse_json(path.read_text())
         version, old = written.get("version", 0), versions.upgrade(written)
         later = settings_record.flat(load(workdir)).keys() - settings_record.flat(old).keys()
         if later:
-            logging.info("%s was written by an earlier version: using defaults for %s", path,
-                         ", ".join(sorted(later)))  # fmt: skip
+            logging.info("%s was written by an earlier version: using defaults for %s", path, ", ".join(sorted(later)))
         if version < versions.IMAGE_KEYS:
             logging.warning(
                 "%s was begun by an earlier version. From here on, the noise of each image comes "
-                "from its own key, so it is not what that version would have drawn", workdir,
-            )  # fmt: skip
+                "from its own key, so it is not what that version would have drawn",
+                workdir,
+            )
     if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
@@ -154,9 +169,7 @@ def _check_folder(workdir: str | os.PathLike[str]) -> None:
         return
     for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents):
         if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f"workdir {workdir}: {path} is a link to {os.readlink(path)}, which does not exist"
-            )
+            raise ValueError(f"workdir {workdir}: {path} is a link to {os.readlink(path)}, which does not exist")
     if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
         raise ValueError(f"workdir {workdir} is a file, or inside one: name a folder")
 

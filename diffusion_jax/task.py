@@ -71,9 +71,7 @@ class Task(NamedTuple):
     """Returns the pictures, in [-1, 1], of a training batch without "image", or None."""
 
 
-def to_range(
-    images: UInt8[ArrayLike, "B H W C"], pixels: str = "symmetric"
-) -> Float[Array, "B H W C"]:
+def to_range(images: UInt8[ArrayLike, "B H W C"], pixels: str = "symmetric") -> Float[Array, "B H W C"]:
     """Scale pixels from 0 ... 255 to [-1, 1], or to [0, 1] if `pixels` is "unit"."""
     unit = jnp.asarray(images, jnp.float32) / 255
     return unit if pixels == "unit" else 2 * unit - 1

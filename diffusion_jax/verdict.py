@@ -52,9 +52,7 @@ class _Pixels:
         return {"pixels": np.asarray(small).reshape(len(images), -1)}
 
 
-def verdict(
-    workdirs: Sequence[pathlib.Path], judge: str, sheet: pathlib.Path
-) -> Iterator[tuple[str, str]]:
+def verdict(workdirs: Sequence[pathlib.Path], judge: str, sheet: pathlib.Path) -> Iterator[tuple[str, str]]:
     """Yield (subject, sentence) pairs about a run or a cascade, and write `sheet`, a PNG file.
 
     `workdirs` are the runs of the stages, and `judge` is a folder of metrics train_judge, or "".
@@ -93,9 +91,7 @@ def verdict(
     nearest = training.nearest("pixels", scorer.features(images, captions)["pixels"])
     redrawn = lambda rows: images[np.asarray(rows)]
     sheets.write_png(sheet, training.sheet(nearest, redrawn, captions))
-    nearest_ones = (
-        f"the {min(_SHOWN, len(images))} of {len(images)} drawn pictures that are nearest"
-    )
+    nearest_ones = f"the {min(_SHOWN, len(images))} of {len(images)} drawn pictures that are nearest"
     yield "sheet", f"{sheet}: {nearest_ones} to training pictures, each above its nearest"
     distance = np.median(nearest.distances)
     shown = f"drawn pictures are {distance:.3g} from the nearest training picture"
@@ -163,8 +159,7 @@ if __name__ == "__main__":
     _JUDGE = flags.DEFINE_string(
         "judge",
         "",
-        "A folder that diffusion_jax.metrics train_judge wrote: also count the drawn "
-        "pictures that fit their captions.",
+        "A folder that diffusion_jax.metrics train_judge wrote: also count the drawn pictures that fit their captions.",
     )
     _OUT = flags.DEFINE_string("out", None, "The sheet to write; default: WORKDIR/verdict.png.")
 

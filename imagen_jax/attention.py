@@ -100,12 +100,7 @@ class StackedAttention(nn.Module):
         return x + dense(h, c, "out", zero=True, dtype=self.dtype)
 
 
-BLOCKS = {
-    "fused": FusedAttention,
-    "stacked": StackedAttention,
-    "self": SelfAttention,
-    "cross": CrossAttention,
-}
+BLOCKS = {"fused": FusedAttention, "stacked": StackedAttention, "self": SelfAttention, "cross": CrossAttention}
 
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
@@ -123,9 +118,7 @@ def check_implementation(implementation: str, dtype: DTypeLike, head_dim: int) -
     "cudnn" needs a 16-bit dtype, and a `head_dim` that is a multiple of 8 up to 128.
     """
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
-    if implementation == "cudnn" and (
-        jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
-    ):
+    if implementation == "cudnn" and (jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128):
         raise ValueError(
             f"unet.attention_impl is 'cudnn', which needs a 16-bit unet.dtype and heads of width "
             f"8, 16, ... or 128, but unet.dtype is {jnp.dtype(dtype).name} and the heads have "

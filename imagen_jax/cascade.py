@@ -76,9 +76,7 @@ class Cascade(Model):
             s, described = stage.settings, describe(stage)
             sampler = described.pop("sampler")
             described |= {"sampler": sampler.pop("name"), **sampler}
-            stage_cards.append(
-                described | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
-            )
+            stage_cards.append(described | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {}))
         card = {"guidance": self.stages[0].settings.sampler.guidance, "stages": stage_cards}
         return card if self.strengths is None else {**card, "strength": list(self.strengths)}
 
@@ -108,10 +106,7 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Cascade:
 
 
 def open_stages(
-    workdirs: Sequence[str | os.PathLike[str]],
-    values: Sequence[Values],
-    *,
-    embedded: bool = False,
+    workdirs: Sequence[str | os.PathLike[str]], values: Sequence[Values], *, embedded: bool = False
 ) -> Cascade:
     """Open the models of `workdirs`, with the option values of each. Raises the errors of `load`.
 
@@ -125,9 +120,7 @@ def open_stages(
     runs = list(zip(map(str, workdirs), settings, strict=True))
     for (before, a), (after, b) in itertools.pairwise(runs):
         if b.super_resolution.factor == 1:
-            raise ValueError(
-                f"{after} is a base model, which enlarges nothing: name it first, or leave it out"
-            )
+            raise ValueError(f"{after} is a base model, which enlarges nothing: name it first, or leave it out")
         if b.input_size != a.output_size:
             raise ValueError(
                 f"{before} draws images of {a.output_size} pixels, but {after} enlarges images of "
@@ -136,8 +129,7 @@ def open_stages(
             )
     encoders: Encoders = {}
     stages = [
-        load_stage(*run, embedded=embedded, encoders=encoders)
-        for run in zip(workdirs, settings, typed, strict=True)
+        load_stage(*run, embedded=embedded, encoders=encoders) for run in zip(workdirs, settings, typed, strict=True)
     ]
     return Cascade(stages, typed)
 
@@ -146,12 +138,7 @@ KIND = Kind("imagen_jax", OPTIONS, (1, 1.5, 2, 3, 4, 5, 6), open_stages)
 
 
 def load_stage(
-    workdir: str | os.PathLike[str],
-    s: Settings,
-    values: Values,
-    *,
-    embedded: bool,
-    encoders: Encoders,
+    workdir: str | os.PathLike[str], s: Settings, values: Values, *, embedded: bool, encoders: Encoders
 ) -> Stage:
     """Open the model of a training run.
 
@@ -183,9 +170,7 @@ def load_stage(
     frozen, guide_settings = {"text": text_params}, None
     if guide := values.get("guide"):
         init_of = lambda settings: task.make_task(settings, encoder).init
-        guide_settings, frozen["guide"] = stage_module.load_guide(
-            guide, s, read_run, init_of, mesh, sharding.RULES
-        )
+        guide_settings, frozen["guide"] = stage_module.load_guide(guide, s, read_run, init_of, mesh, sharding.RULES)
 
     # The UNet, to which a LoRA run adds its factors.
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
@@ -195,13 +180,9 @@ def load_stage(
     def inputs_of(s, preview, strength):
         check(s)
         sampler_inputs = task.make_sampler_inputs(s, encoder, guide_settings, strength)
-        return previewed(
-            lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs, preview
-        )
+        return previewed(lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs, preview)
 
-    return stage_module.load_stage(
-        workdir, s, encoder, imagen, mesh, inputs_of, values, s.lora.scale
-    )
+    return stage_module.load_stage(workdir, s, encoder, imagen, mesh, inputs_of, values, s.lora.scale)
 
 
 read_run = functools.partial(stage_module.read_run, system="imagen_jax")
@@ -254,10 +235,7 @@ def check_low_res(first: Stage, size: tuple[int, ...] | None) -> None:
     enlarges = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
     if size is None:
         raise ValueError(
-            f"{enlarges}: name a model that draws such images before it, or give the images to "
-            "enlarge as low_res"
+            f"{enlarges}: name a model that draws such images before it, or give the images to enlarge as low_res"
         )
     if size != (s.input_size, s.input_size):
-        raise ValueError(
-            f"{enlarges}, but low_res has an image of {size[1]}x{size[0]}: resize this image"
-        )
+        raise ValueError(f"{enlarges}, but low_res has an image of {size[1]}x{size[0]}: resize this image")

@@ -86,9 +86,7 @@ def condition(
     return emb, context, text_mask
 
 
-def with_low_res(
-    x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
-) -> Float[Array, "B H W 6"]:
+def with_low_res(x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None) -> Float[Array, "B H W 6"]:
     """Enlarge the low-resolution image to the size of x, and append its channels to those of x."""
     low_res = required(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
@@ -124,10 +122,7 @@ def check_conditioning(unet: Conditioned) -> None:
     """Raise ValueError if fields of the class Conditioned are invalid or contradict each other."""
     named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
-        raise ValueError(
-            f"unet.learned_time_dim is {unet.learned_time_dim}: it must be even, or 0 for fixed "
-            "sinusoids"
-        )
+        raise ValueError(f"unet.learned_time_dim is {unet.learned_time_dim}: it must be even, or 0 for fixed sinusoids")
     check_low_res(unet)
 
 

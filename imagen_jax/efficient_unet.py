@@ -65,9 +65,7 @@ class EfficientUNet(Conditioned):
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
         # [B, E], [B, T, D], [B, T]
-        emb, context, text_mask = condition(
-            self, time, text, text_mask, low_res_time, cond_dim, fields
-        )
+        emb, context, text_mask = condition(self, time, text, text_mask, low_res_time, cond_dim, fields)
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
@@ -91,8 +89,7 @@ class EfficientUNet(Conditioned):
         for level, width in enumerate(widths):
             if level < deepest:
                 # [B, h/2, w/2, C]
-                h = conv(h, h.shape[-1], f"down_{level}_resample", kernel=4, stride=2,
-                         padding=(1, 1), dtype=self.dtype)  # fmt: skip
+                h = conv(h, h.shape[-1], f"down_{level}_resample", kernel=4, stride=2, padding=(1, 1), dtype=self.dtype)
             h = blocks(h, level, width, "down")  # [B, h, w, width]
             skips.append(h)
 

@@ -63,10 +63,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B _ _ _"],
-        emb: Float[Array, "B E"],
-        dropout_keys: Key[Array, "B"] | None = None,
+        self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], dropout_keys: Key[Array, "B"] | None = None
     ):
         """Return the new activations, [B, H, W, width].
 
@@ -107,9 +104,7 @@ class ConvTranspose(nn.Module):
         return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias)
 
 
-def bicubic_upsample(
-    x: Float[Array, "B _ _ C"], height: int, width: int
-) -> Float[Array, "B H W C"]:
+def bicubic_upsample(x: Float[Array, "B _ _ C"], height: int, width: int) -> Float[Array, "B H W C"]:
     """Enlarge images to [B, height, width, C] as torch's bicubic interpolate does.
 
     The cubic kernel has the parameter a = -0.75 (jax.image.resize uses -0.5), pixel centres are at
@@ -164,8 +159,7 @@ def check_width(name: str, width: int) -> None:
     """
     if width < 32 or width % 32:
         raise ValueError(
-            f"unet.{name} is {width}: it must be a multiple of 32, the number of groups in group "
-            "normalisation"
+            f"unet.{name} is {width}: it must be a multiple of 32, the number of groups in group normalisation"
         )
 
 

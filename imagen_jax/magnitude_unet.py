@@ -119,9 +119,7 @@ class MagnitudeUNet(Network):
 
         for level in reversed(range(len(widths))):
             if level < deepest:
-                double = block(
-                    h.shape[-1], resample="up", decoder=True, name=f"up_{level}_resample"
-                )
+                double = block(h.shape[-1], resample="up", decoder=True, name=f"up_{level}_resample")
                 h = run(double, h)  # [B, 2h, 2w, C]
             for i in range(self.num_res_blocks + 1):
                 h = mp_cat(h, skips.pop())  # [B, h, w, C + skip's C]
@@ -166,9 +164,7 @@ class MagnitudeUNet(Network):
         check_resolutions(self)
         widths = [self.embed_dim * m for m in self.channel_mult]
         attending = [
-            width
-            for level, width in enumerate(widths)
-            if self._resolution(level) in self.attention_resolutions
+            width for level, width in enumerate(widths) if self._resolution(level) in self.attention_resolutions
         ]
         check_heads({*attending, widths[-1]}, self.head_dim)  # The middle always has attention.
 

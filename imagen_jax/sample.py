@@ -45,9 +45,7 @@ from diffusion_jax.logs.progress import counted
 from diffusion_jax.metrics import images as pictures_of
 from imagen_jax.cascade import KIND
 
-_EMBEDDINGS = flags.DEFINE_multi_string(
-    "embeddings", [], "A file with the embedding of one text; may be repeated."
-)
+_EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with the embedding of one text; may be repeated.")
 _LOW_RES = flags.DEFINE_multi_string(
     "low_res", [], "A picture to enlarge, one per text, or a folder with the pictures of all texts."
 )
@@ -73,14 +71,16 @@ def read(prompts: list[str], out: pathlib.Path) -> Inputs:
     images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in small]
     if images and len(images) != len(captions):
         raise ValueError(
-            f"--low_res has {counted(len(images), 'picture')} for "
-            f"{counted(len(captions), 'text')}: give one per text"
+            f"--low_res has {counted(len(images), 'picture')} for {counted(len(captions), 'text')}: give one per text"
         )
     return Inputs(
-        captions, texts, low_res=[np.asarray(image) for image in images],
+        captions,
+        texts,
+        low_res=[np.asarray(image) for image in images],
         paths={"embeddings": _EMBEDDINGS.value, "low_res": small},
-        all_sizes=_ALL_SIZES.value, opening={"embedded": not prompts},
-    )  # fmt: skip
+        all_sizes=_ALL_SIZES.value,
+        opening={"embedded": not prompts},
+    )
 
 
 def _embeddings() -> tuple[list[str], list[np.ndarray]]:

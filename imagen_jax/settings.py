@@ -172,9 +172,7 @@ def _check_sizes(s: Settings) -> None:
     """Raise ValueError if the image size, the enlargement factor and data.resize do not agree."""
     factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
     if size % factor:
-        raise ValueError(
-            f"super_resolution.factor is {factor}: it must divide unet.image_size {size}"
-        )
+        raise ValueError(f"super_resolution.factor is {factor}: it must divide unet.image_size {size}")
     if s.unet.low_res != (factor > 1):
         raise ValueError(
             f"super_resolution.factor is {factor}, but unet.low_res is {s.unet.low_res}: a model "
@@ -194,9 +192,7 @@ def _check_sizes(s: Settings) -> None:
             if side % unit:
                 own = "data.resize" if resize else "unet.image_size"
                 set_by = f"sampler.{name}" if getattr(s.sampler, name) else own
-                raise ValueError(
-                    f"{set_by} is {side}: for this model it must be a multiple of {unit} pixels"
-                )
+                raise ValueError(f"{set_by} is {side}: for this model it must be a multiple of {unit} pixels")
         if s.evaluation.every and shape[0] != shape[1]:
             raise ValueError(
                 f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, "

@@ -36,10 +36,7 @@ _GROUPS = ("unet", "text", "diffusion", "sampler")  # Config groups that must ma
 # steps (300 epochs), and all weights for 100 steps (200 epochs).
 _BATCH_SIZE, _LORA_EPOCHS, _FULL_EPOCHS = 20, 300.0, 200.0
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "lora": {
-        "lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"},
-        "optimizer.lr": 2e-3,
-    },
+    "lora": {"lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"}, "optimizer.lr": 2e-3},
     "full": {"optimizer.lr": 3e-4},
 }
 
@@ -47,9 +44,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 def candidates() -> list[Candidate]:
     """Return the base models and two-stage cascades to choose from, the smallest first."""
     small, large = TrainingStage("base32_8m", 1.7), TrainingStage("base64_47m", 39.0)
-    cascade = lambda base, *larger: (
-        base._replace(share=0.75), TrainingStage(*larger, suffix="_sr", share=0.25)
-    )  # fmt: skip
+    cascade = lambda base, *larger: (base._replace(share=0.75), TrainingStage(*larger, suffix="_sr", share=0.25))
     return [
         Candidate(32, 0, [small]),
         Candidate(32, 4_000_000, [TrainingStage("base32_19m", 3.8)]),

@@ -35,9 +35,7 @@ def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> C
     return {"low_res": c.c_in[:, None, None, None] * noisy, "low_res_time": c.c_noise}
 
 
-def at_random_levels(
-    image: Images, noise: Noise, keys: Key[Array, "B"], scalings: Precond
-) -> Condition:
+def at_random_levels(image: Images, noise: Noise, keys: Key[Array, "B"], scalings: Precond) -> Condition:
     """Add noise to small images, at levels from the noise distribution of training."""
     draw = lambda key: noise.draw(jax.random.fold_in(key, 1), 1)[0]
     eps = samplers.initial_noise(keys, image.shape[1:], 1)
@@ -54,9 +52,7 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))
 
 
-def at_level(
-    image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
-) -> Condition:
+def at_level(image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond) -> Condition:
     """Add noise of level `sigma` to small images; None leaves them unchanged, without a time."""
     if sigma is None:
         return {"low_res": image}

@@ -53,9 +53,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     task = make_task(s, encoder)
     task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields)
     open_prompts = _open_prompts(s, encoder)
-    return loop.RunInputs(
-        task, batches, examples, start=start, base=base, open_prompts=open_prompts
-    )
+    return loop.RunInputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:

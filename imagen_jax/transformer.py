@@ -179,9 +179,12 @@ class JointBlock(nn.Module):
         shift, scale = modulations[:2]
         parts = 2 if self.last and name == "text" else 3
         layer = ToHeads(
-            parts, tokens.shape[-1] // self.head_dim, self.head_dim, dtype=self.dtype,
+            parts,
+            tokens.shape[-1] // self.head_dim,
+            self.head_dim,
+            dtype=self.dtype,
             name=f"{name}_kv" if parts == 2 else f"{name}_qkv",
-        )  # fmt: skip
+        )
         *queries, k, v = layer(modulated(tokens, shift, scale, self.dtype))
         norm = lambda part: nn.RMSNorm(1e-6, dtype=self.dtype, name=f"{name}_{part}_norm")
         return [*(norm("q")(q) for q in queries), norm("k")(k), v]
@@ -204,9 +207,7 @@ class JointBlock(nn.Module):
         return tokens + (mlp_gate[:, None] * h).astype(self.dtype)
 
 
-def modulation(
-    emb: Float[Array, "B C"], parts: int, name: str, dtype: DTypeLike
-) -> list[Float[Array, "B C"]]:
+def modulation(emb: Float[Array, "B C"], parts: int, name: str, dtype: DTypeLike) -> list[Float[Array, "B C"]]:
     """Map the embedding to `parts` float32 vectors per image, with a layer initialised to zero.
 
     The layer has the name `name`.
@@ -216,10 +217,7 @@ def modulation(
 
 
 def modulated(
-    x: Float[Array, "B T C"],
-    shift: Float[Array, "B C"],
-    scale: Float[Array, "B C"],
-    dtype: DTypeLike,
+    x: Float[Array, "B T C"], shift: Float[Array, "B C"], scale: Float[Array, "B C"], dtype: DTypeLike
 ) -> Float[Array, "B T C"]:
     """Apply layer norm, then multiply by 1 + scale and add shift."""
     normal = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-6)

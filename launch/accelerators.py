@@ -57,25 +57,19 @@ class Chip(NamedTuple):
 # one tray of the rack. MI300X: AMD's data sheet (2023), 7 links of 64 GB/s in one direction. AMD
 # sells no network with the MI300X, so the H100 value is used.
 KINDS: Mapping[str, Chip] = {
-    "v4": Chip(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
-               "tpu-v4-podslice", 3, chips=4096),
-    "v5e": Chip(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB,
-                "tpu-v5-lite-podslice", 2, (1, 4, 8)),
-    "v5p": Chip(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB,
-                "tpu-v5p-slice", 3, chips=6144),
-    "v6e": Chip(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB,
-                "tpu-v6e-slice", 2, (1, 4, 8)),
-    "v7x": Chip(PEAKS["TPU7x"], 96 * 2**30, 3690 * GB, 300 * GB, 6.25 * GB,
-                "tpu7x", 3, chips=9216, cores=2),
+    "v4": Chip(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB, "tpu-v4-podslice", 3, chips=4096),
+    "v5e": Chip(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB, "tpu-v5-lite-podslice", 2, (1, 4, 8)),
+    "v5p": Chip(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB, "tpu-v5p-slice", 3, chips=6144),
+    "v6e": Chip(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB, "tpu-v6e-slice", 2, (1, 4, 8)),
+    "v7x": Chip(PEAKS["TPU7x"], 96 * 2**30, 3690 * GB, 300 * GB, 6.25 * GB, "tpu7x", 3, chips=9216, cores=2),
     "a100": Chip(PEAKS["A100"], 40 * GB, 1555 * GB, 300 * GB, 25 * GB, "nvidia-tesla-a100"),
     "a100-80gb": Chip(PEAKS["A100"], 80 * GB, 2039 * GB, 300 * GB, 25 * GB, "nvidia-a100-80gb"),
     "h100": Chip(PEAKS["H100"], 80 * GB, 3350 * GB, 450 * GB, 50 * GB, "nvidia-h100-80gb"),
     "h200": Chip(PEAKS["H200"], 141 * GB, 4800 * GB, 450 * GB, 50 * GB, "nvidia-h200-141gb"),
     "b200": Chip(PEAKS["B200"], 180 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-b200"),
-    "gb200": Chip(PEAKS["GB200"], 186 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-gb200",
-                  gpus=4, linked=72),
+    "gb200": Chip(PEAKS["GB200"], 186 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-gb200", gpus=4, linked=72),
     "mi300x": Chip(PEAKS["MI300X"], 192 * GB, 5300 * GB, 448 * GB, 50 * GB, ""),
-}  # fmt: skip
+}
 
 # Topologies of small TPU slices, by number of dimensions (sources: the pages above, and GKE's page
 # on TPUs). Larger slices with three dimensions consist of whole cubes of 4x4x4 chips.
@@ -187,8 +181,7 @@ def _slices(name: str, size: str) -> Target:
     if target.topology not in small and not is_sold:
         larger = ", or three multiples of 4 in ascending order, such as 4x4x8" * (torus == 3)
         raise ValueError(
-            f"accelerator '{name}:{size}': there is no such {name} slice; choose "
-            f"{', '.join(small)}{larger}"
+            f"accelerator '{name}:{size}': there is no such {name} slice; choose {', '.join(small)}{larger}"
         )
     if (chips := math.prod(target.sizes)) > target.kind.chips:
         raise ValueError(
@@ -202,16 +195,13 @@ def _slices(name: str, size: str) -> Target:
 def _gpus(name: str, size: str) -> Target:
     host = KINDS[name].gpus
     if not re.fullmatch(r"[1-9]\d*", size):
-        raise ValueError(
-            f"accelerator '{name}:{size}': give a number of GPUs, such as {name}:{host}"
-        )
+        raise ValueError(f"accelerator '{name}:{size}': give a number of GPUs, such as {name}:{host}")
     count = int(size)
     if count > _MAX_GPUS:
         raise ValueError(f"accelerator '{name}:{size}': choose at most {_MAX_GPUS:,} GPUs")
     if count > host and count % host:
         below = count // host * host
         raise ValueError(
-            f"accelerator '{name}:{size}': each host has {host} GPUs, so choose "
-            f"{name}:{below} or {name}:{below + host}"
+            f"accelerator '{name}:{size}': each host has {host} GPUs, so choose {name}:{below} or {name}:{below + host}"
         )
     return Target(name, (count,))

@@ -13,8 +13,7 @@ _KUBERNETES = (
 _FORMS = {
     "job.name": (
         r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
-        "use at most 40 lower-case letters, digits and dashes; start with a letter and do not end "
-        "with a dash",
+        "use at most 40 lower-case letters, digits and dashes; start with a letter and do not end with a dash",
     ),
     "job.secrets": (r"[A-Za-z_]\w*", "write names of environment variables, such as HF_TOKEN"),
     "job.slurm.partition": (r"[\w.,-]*", "use letters, digits and . , _ -"),

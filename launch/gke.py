@@ -67,9 +67,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
-        submit=lambda sets: jobs.pipe(
-            apply, "".join(sets), "install it, or only print the manifests with --dry_run"
-        ),
+        submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or only print the manifests with --dry_run"),
         folder=lambda workdir: folder(job, workdir),
     )
 
@@ -106,9 +104,16 @@ def render(job: Job, gke: Gke, target: Target, run: JobRun) -> str:
     buckets = list(dict.fromkeys(path.split("/")[2] for path in mounts))
     restarts = job.restarts if gke.restarts < 0 else gke.restarts
     text = templates.fill(
-        "gke.yaml", buckets=buckets, arguments=arguments, restarts=restarts, job=job, gke=gke,
-        target=target, run=run, variables=jobs.environment(job, target, workdir),
-    )  # fmt: skip
+        "gke.yaml",
+        buckets=buckets,
+        arguments=arguments,
+        restarts=restarts,
+        job=job,
+        gke=gke,
+        target=target,
+        run=run,
+        variables=jobs.environment(job, target, workdir),
+    )
     if not gke.patch:
         return text
     return "---\n" + yaml.safe_dump(merged(yaml.safe_load(text), _patch(gke)), sort_keys=False)
@@ -123,9 +128,7 @@ def merged(manifest: Any, patch: Any) -> Any:
     """
     if isinstance(manifest, dict) and isinstance(patch, dict):
         return manifest | {k: merged(manifest.get(k), value) for k, value in patch.items()}
-    have_names = lambda rows: (
-        isinstance(rows, list) and all(isinstance(row, dict) and "name" in row for row in rows)
-    )
+    have_names = lambda rows: isinstance(rows, list) and all(isinstance(row, dict) and "name" in row for row in rows)
     if have_names(manifest) and have_names(patch):
         by_name = {row["name"]: row for row in manifest}
         return [*merged(by_name, {row["name"]: row for row in patch}).values()]
@@ -138,9 +141,7 @@ def _patch(gke: Gke) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"job.gke.patch is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(patch, dict):
-        raise ValueError(
-            f"job.gke.patch is {gke.patch!r}: write a mapping, such as {{spec: {{...}}}}"
-        )
+        raise ValueError(f"job.gke.patch is {gke.patch!r}: write a mapping, such as {{spec: {{...}}}}")
     return patch
 
 

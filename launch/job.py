@@ -27,9 +27,7 @@ from diffusion_jax.files import url_secrets
 from launch import accelerators, fields
 from launch.accelerators import Target
 
-_JOB = config_flags.DEFINE_config_file(
-    "job", None, "Job file, such as launch/jobs/scaling.py.", lock_config=True
-)
+_JOB = config_flags.DEFINE_config_file("job", None, "Job file, such as launch/jobs/scaling.py.", lock_config=True)
 flags.FLAGS["job"].parser = cli.ConfigFileParser(flags.FLAGS["job"].parser, "--job")
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
@@ -170,9 +168,7 @@ def check(job: Job) -> None:
     if not job.workdir:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
-        raise ValueError(
-            f"job.config is {job.config!r}: there is no such file; choose a file in configs/"
-        )
+        raise ValueError(f"job.config is {job.config!r}: there is no such file; choose a file in configs/")
 
 
 def runs(job: Job) -> list[JobRun]:
@@ -200,8 +196,7 @@ def table(rows: Sequence[JobRun]) -> str:
     """Format the runs as a table: one line per run with its name, workdir and sweep overrides."""
     names, folders = max(len(run.name) for run in rows), max(len(run.workdir) for run in rows)
     return "\n".join(
-        f"{run.name:<{names}}  {run.workdir:<{folders}}  {' '.join(run.overrides)}".rstrip()
-        for run in rows
+        f"{run.name:<{names}}  {run.workdir:<{folders}}  {' '.join(run.overrides)}".rstrip() for run in rows
     )
 
 
@@ -299,9 +294,7 @@ def rehearse(job: Job, run: JobRun, folder: str, target: Target) -> str:
     argv = [sys.executable, "-m", *command(run, folder), *attention, *memory, "--rehearse"]
     environ = os.environ | variables
     try:
-        process = subprocess.run(
-            argv, env=environ, capture_output=True, text=True, timeout=600, check=False
-        )
+        process = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         return f"{run.name} is not rehearsed: a rehearsal takes over ten minutes on this machine"
     last = (process.stderr.strip().splitlines() or ["no message"])[-1]

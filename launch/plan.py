@@ -50,10 +50,7 @@ _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs
 _MIN_GPU_BATCH = 16
 _MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer(
-    "pictures",
-    1_000_000,
-    "Number of pictures in the data set, to estimate its disk space.",
-    lower_bound=0,
+    "pictures", 1_000_000, "Number of pictures in the data set, to estimate its disk space.", lower_bound=0
 )
 
 
@@ -84,9 +81,7 @@ def main() -> None:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
             compiled, compiler_notes = compiling.analyse(model, target, mesh)
         notes += compiler_notes
-    figures = estimate.plan(
-        modelled, traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
-    )
+    figures = estimate.plan(modelled, traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled)
     if target.is_tpu and figures["micro_batch"] < _MIN_MICRO_BATCH:
         notes.append(
             f"the micro batch has fewer than {_MIN_MICRO_BATCH} samples: the TPU compiler then "
@@ -128,31 +123,48 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("target", f"{target}, {counted(f['target']['devices'], 'device')}; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
-        ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
-             f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
-        ("batch", f"{f['batch']:,} samples per step; each device processes them in "
-                  f"{f['accumulate']} pass{'es' * (f['accumulate'] > 1)} of {f['micro_batch']:,}; "
-                  f"the largest micro batch that fits is {f['largest_micro_batch']:,} (a divisor "
-                  f"of its samples), the largest batch in one pass {f['largest_batch']:,}"),
+        (
+            "",
+            f"{size(need['total'])} of {size(need['limit'])} usable: "
+            f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})",
+        ),
+        (
+            "batch",
+            f"{f['batch']:,} samples per step; each device processes them in "
+            f"{f['accumulate']} pass{'es' * (f['accumulate'] > 1)} of {f['micro_batch']:,}; "
+            f"the largest micro batch that fits is {f['largest_micro_batch']:,} (a divisor "
+            f"of its samples), the largest batch in one pass {f['largest_batch']:,}",
+        ),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
         ("sent per device", f"{sent} per step"),
-        ("step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
-                 f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
-                 f"(direct links {ms(busy['link'])}, network between hosts or "
-                 f"slices {ms(busy['network'])})"),
-        ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, "
-                      f"{rate['exposed']:,.0f} with none hidden"),
-        ("whole run", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
-                      f"{f['device_hours']:,.0f} device-hours (no communication hidden)"),
-        ("disk", f"{disk['checkpoints_kept']} checkpoints of {disk['checkpoint'] / 1e9:,.1f} GB: "
-                 f"{disk['checkpoints'] / 1e9:,.0f} GB; "
-                 + (f"{disk['snapshots_kept']} snapshots of {disk['snapshot'] / 1e9:,.2f} GB; "
-                    if disk["snapshots_kept"] else "")
-                 + f"{disk['pictures']:,} pictures: "
-                 f"{disk['data'] / 1e9:,.1f} GB"),
+        (
+            "step",
+            f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
+            f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
+            f"(direct links {ms(busy['link'])}, network between hosts or "
+            f"slices {ms(busy['network'])})",
+        ),
+        ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, {rate['exposed']:,.0f} with none hidden"),
+        (
+            "whole run",
+            f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
+            f"{f['device_hours']:,.0f} device-hours (no communication hidden)",
+        ),
+        (
+            "disk",
+            f"{disk['checkpoints_kept']} checkpoints of {disk['checkpoint'] / 1e9:,.1f} GB: "
+            f"{disk['checkpoints'] / 1e9:,.0f} GB; "
+            + (
+                f"{disk['snapshots_kept']} snapshots of {disk['snapshot'] / 1e9:,.2f} GB; "
+                if disk["snapshots_kept"]
+                else ""
+            )
+            + f"{disk['pictures']:,} pictures: "
+            f"{disk['data'] / 1e9:,.1f} GB",
+        ),
         *(("advice", line) for line in f["advice"]),
         *(("note", line) for line in f["notes"]),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:20} {text}" for name, text in rows)
 
 
@@ -181,12 +193,7 @@ def _with_remat(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "unet": {**config["unet"], "remat": True}}
 
 
-def _advice(
-    config: dict[str, Any],
-    figures: dict[str, Any],
-    mesh: Any,
-    with_remat: Callable[[], Traced],
-) -> list[str]:
+def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any, with_remat: Callable[[], Traced]) -> list[str]:
     """Return advice that follows from the estimated memory, one line per item.
 
     A line names flags for rematerialization, the micro batch or the mesh, and their effect.

@@ -102,9 +102,7 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
             "smaller job.slurm.grace"
         )
     if target.is_tpu:
-        raise ValueError(
-            f"job.accelerator is {job.accelerator}: choose GPUs for Slurm, such as h100:64"
-        )
+        raise ValueError(f"job.accelerator is {job.accelerator}: choose GPUs for Slurm, such as h100:64")
     is_url = "://" in job.workdir and job.command.rpartition(".")[2] in jobs.IN_BUCKETS
     if not job.workdir.startswith("/") and not is_url:
         raise ValueError(
@@ -125,8 +123,7 @@ def seconds(time: str) -> float:
             parts = zip(match.groups(), sizes, strict=True)
             return sum(int(number) * size for number, size in parts) or math.inf
     raise ValueError(
-        f"job.slurm.time is {time!r}: write HOURS:MINUTES:SECONDS, such as 24:00:00, or "
-        "DAYS-HOURS, such as 2-12"
+        f"job.slurm.time is {time!r}: write HOURS:MINUTES:SECONDS, such as 24:00:00, or DAYS-HOURS, such as 2-12"
     )
 
 
@@ -154,11 +151,7 @@ def render(job: Job, slurm: Slurm, target: Target, run: JobRun) -> str:
                 "splits names; rename the folder"
             )
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
-        image = [
-            "--container-image",
-            job.image,
-            *(["--container-mounts", mounts] if mounts else []),
-        ]
+        image = ["--container-image", job.image, *(["--container-mounts", mounts] if mounts else [])]
     # With --kill-on-bad-exit=1, the exit codes of killed processes would hide code 2 (bad input),
     # because srun returns the largest code. Instead, --wait=60 ends the remaining processes 60 s
     # after the first one exits.
@@ -170,9 +163,7 @@ def render(job: Job, slurm: Slurm, target: Target, run: JobRun) -> str:
     crashes = shlex.quote(prefix) + '"$SLURM_JOB_ID"'
     watch = "" if "://" in run.workdir or not jobs.trains(job) else shlex.quote(run.workdir)
     values = {"job": job, "slurm": slurm, "target": target, "run": run}
-    return templates.fill(
-        "slurm.sh", srun=line, exports=exports, crashes=crashes, workdir=watch, **values
-    )
+    return templates.fill("slurm.sh", srun=line, exports=exports, crashes=crashes, workdir=watch, **values)
 
 
 if __name__ == "__main__":

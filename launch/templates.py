@@ -12,10 +12,7 @@ def fill(name: str, **values: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
     text = (pathlib.Path(__file__).parent / f"{name}.jinja").read_text()
     return environment.from_string(text).render(values)

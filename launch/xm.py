@@ -25,9 +25,7 @@ from launch import job as jobs
 from launch.accelerators import Target
 from launch.job import Job, Launcher
 
-_EXECUTOR = flags.DEFINE_enum(
-    "executor", "local", ["local", "vertex"], "Run the job on this machine, or on Vertex AI."
-)
+_EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Run the job on this machine, or on Vertex AI.")
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
@@ -61,8 +59,7 @@ def check(job: Job, target: Target, executor: str) -> None:
         return
     if target.name != "a100" or target.hosts > 1:
         raise ValueError(
-            f"job.accelerator is {job.accelerator}: on Vertex, XManager supports only a100:1 to "
-            "a100:8; use launch.gke"
+            f"job.accelerator is {job.accelerator}: on Vertex, XManager supports only a100:1 to a100:8; use launch.gke"
         )
     for text in (*job.overrides, *job.flags, *itertools.chain(*job.sweep), *job.env):
         if "$(" in text:
@@ -93,9 +90,7 @@ def _submit(job: Job, target: Target, lines: list[str]) -> None:
             arguments = shlex.split(line)[first:]
             folder = arguments[-1].removeprefix("--workdir=")
             variables = jobs.environment(job, target, folder)
-            experiment.add(
-                xm.Job(executable, executor, name=run.name, args=arguments, env_vars=variables)
-            )
+            experiment.add(xm.Job(executable, executor, name=run.name, args=arguments, env_vars=variables))
 
 
 if __name__ == "__main__":

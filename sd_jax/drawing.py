@@ -32,50 +32,56 @@ from sd_jax.weights.published import NO_FACTS, File
 
 FILE_OPTIONS: Options = {
     "prediction": Option(
-        "What the UNet of a model trained elsewhere predicts, eps or v, if its files do not state "
-        "it.",
-        Annotated[str, ("eps", "v")], at_load=True,
+        "What the UNet of a model trained elsewhere predicts, eps or v, if its files do not state it.",
+        Annotated[str, ("eps", "v")],
+        at_load=True,
     ),
     "tokenizer": Option(
-        "Folder with CLIP's tokenizer, if the model is a single file.",
-        str, at_load=True, is_text=True,
+        "Folder with CLIP's tokenizer, if the model is a single file.", str, at_load=True, is_text=True
     ),
     "norm_groups": Option(
-        "Number of groups in the norms of residual blocks, if the model is a single file; 16 for "
-        "MLPerf's models.",
-        ranges.Count, at_load=True,
+        "Number of groups in the norms of residual blocks, if the model is a single file; 16 for MLPerf's models.",
+        ranges.Count,
+        at_load=True,
     ),
     "dtype": Option(
-        "Dtype in which a model trained elsewhere computes: bfloat16 (the default) or float32 (the "
-        "default on CPUs).",
-        Annotated[str, ("bfloat16", "float32")], at_load=True,
+        "Dtype in which a model trained elsewhere computes: bfloat16 (the default) or float32 (the default on CPUs).",
+        Annotated[str, ("bfloat16", "float32")],
+        at_load=True,
     ),
     "config": Option(
-        "LDM's yaml config, if the model is a single file that does not state the number of "
-        "attention heads.",
-        str, at_load=True, is_text=True,
+        "LDM's yaml config, if the model is a single file that does not state the number of attention heads.",
+        str,
+        at_load=True,
+        is_text=True,
     ),
     "lora": Option(
         "A LoRA to merge into a model trained elsewhere, as FILE or FILE:STRENGTH. Repeat it, or "
         "write commas, for several files.",
-        str, at_load=True, joins=True,
+        str,
+        at_load=True,
+        joins=True,
     ),
-}  # fmt: skip
+}
 """The options of models that were trained elsewhere, in the order of the fields of File."""
 OPTIONS: Options = {
     **options.SHARED,
     **FILE_OPTIONS,
     "vae_weights": Option(
         "A VAE to use instead of the model's own: a file, a diffusers directory or a workdir.",
-        str, field="vae.weights", at_load=True,
+        str,
+        field="vae.weights",
+        at_load=True,
     ),
     "embedding": Option(
         "A file of textual inversion, whose word the prompts may contain. Repeat it, or write "
         "commas, for several files.",
-        str, at_load=True, joins=True,
+        str,
+        at_load=True,
+        joins=True,
     ),
     **options.of_group("sampler", settings.Sampler),
-}  # fmt: skip
+}
 """The options for drawing, keyed by name; flags and keyword arguments have the same names."""
 
 
@@ -95,8 +101,11 @@ class StableDiffusion(Model):
                 logging.WARNING,
                 "%d of %d prompts contain weights or BREAK, such as %r, which are read as words: "
                 "set --prompt_weights to weight the words",
-                1, len(marked), len(prompts), marked[0],
-            )  # fmt: skip
+                1,
+                len(marked),
+                len(prompts),
+                marked[0],
+            )
         return sampling.tokenizer(s)(stage.encoder, prompts, s.negative_prompt)
 
     def check(self, low_res: Sequence[tuple[int, ...]], batch_sizes: Sequence[int]) -> None:
@@ -176,14 +185,10 @@ def load(path: str | os.PathLike[str], **values: Any) -> StableDiffusion:
     elif path.is_dir():
         if any(value is not None for value in file):
             *first, last = (f"--{name}" for name in FILE_OPTIONS)
-            raise ValueError(
-                f"{', '.join(first)} and {last} need --model: leave them out for a --workdir"
-            )
+            raise ValueError(f"{', '.join(first)} and {last} need --model: leave them out for a --workdir")
         stage = trained.load_stage(path, trained.read_run(path, fields), typed)
     else:
-        raise FileNotFoundError(
-            f"{path} does not exist: name the workdir of a run, a diffusers directory or a file"
-        )
+        raise FileNotFoundError(f"{path} does not exist: name the workdir of a run, a diffusers directory or a file")
     model = StableDiffusion([stage], [typed])
     model.file = file
     return model

@@ -40,10 +40,7 @@ def editor(
 
 
 def seen(
-    p: Pipeline,
-    vae_params: Any,
-    pictures: UInt8[ArrayLike, "B H W 3"],
-    mask: Bool[Array, "B H W"],
+    p: Pipeline, vae_params: Any, pictures: UInt8[ArrayLike, "B H W 3"], mask: Bool[Array, "B H W"]
 ) -> Float[Array, "B h w _"]:
     """Return what a UNet reads beside the noisy latents, its argument `picture`.
 

@@ -64,9 +64,7 @@ def _mask(key: PRNGKeyArray, height: int, width: int) -> Bool[Array, "H W"]:
     return jnp.where(kind < (1 + WHOLE) / 2, strokes, boxes) | (kind < WHOLE)
 
 
-def _distance(
-    start: Float[Array, "2"], end: Float[Array, "2"], height: int, width: int
-) -> Float[Array, "H W"]:
+def _distance(start: Float[Array, "2"], end: Float[Array, "2"], height: int, width: int) -> Float[Array, "H W"]:
     """Return the distance of each pixel from the segment between two points, each (y, x)."""
     along, pixel = end - start, _pixels(height, width) - start
     at = jnp.clip((pixel @ along) / jnp.maximum(along @ along, 1e-6), 0, 1)  # [H, W]

@@ -54,12 +54,8 @@ def define_flags() -> None:
         lower_bound=1,
     )
     flags.DEFINE_integer("batch", 8, "Images per device and batch.", lower_bound=1)
-    flags.DEFINE_bool(
-        "verify", False, "Check all tars, and encode the images of damaged tars again."
-    )
-    flags.DEFINE_bool(
-        "overwrite", False, "Empty --out first if it was started with other settings or data."
-    )
+    flags.DEFINE_bool("verify", False, "Check all tars, and encode the images of damaged tars again.")
+    flags.DEFINE_bool("overwrite", False, "Empty --out first if it was started with other settings or data.")
     engines.define_flags()
     flags.mark_flag_as_required("config")
 
@@ -71,9 +67,7 @@ def main() -> None:
     with cli.bad_input():
         out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
-        work = MomentOptions(
-            args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify
-        )
+        work = MomentOptions(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
         work = work._replace(overwrite=args.overwrite)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
@@ -106,9 +100,7 @@ def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:
     pictures = sources.open_pictures(s.data, s.latents.image_size)
     work = work._replace(
         batch=work.batch * jax.local_device_count(),
-        buckets=aspect_buckets.sort(pictures, s.data.aspect_buckets)
-        if s.data.aspect_buckets
-        else None,
+        buckets=aspect_buckets.sort(pictures, s.data.aspect_buckets) if s.data.aspect_buckets else None,
     )
     return encode_moments.run(pictures, encoder, out, encoder.identity, work)
 

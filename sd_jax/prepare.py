@@ -76,9 +76,7 @@ def _captions(options: argparse.Namespace) -> None:
     path, out = files.local(options.annotations), files.path(options.out)
     _out(options, out.parent)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"--annotations={path} does not exist: name COCO's captions_val2014.json"
-        )
+        raise FileNotFoundError(f"--annotations={path} does not exist: name COCO's captions_val2014.json")
     chosen = coco.choose(coco.read_annotations(path), options.num)
     if options.dry_run:
         print(f"would write {len(chosen):,} captions to {out}")
@@ -115,9 +113,7 @@ def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sd_jax.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m sd_jax.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -130,9 +126,15 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("mlperf", _mlperf, "Download the files that MLCommons publishes, and check hashes.")
     arg("--out", required=True, help="folder to write to; each set gets a subfolder")
     needed = [name for name in download.SETS if name != download.IMAGES]
-    arg("--sets", nargs="+", choices=[*download.SETS], default=needed, metavar="SET",
+    arg(
+        "--sets",
+        nargs="+",
+        choices=[*download.SETS],
+        default=needed,
+        metavar="SET",
         help=f"sets to download, from {', '.join(download.SETS)}; default: all except "
-        f"{download.IMAGES}, which a run does not need")  # fmt: skip
+        f"{download.IMAGES}, which a run does not need",
+    )
     arg(
         "--source",
         default=download.SOURCE,

@@ -29,9 +29,7 @@ def main(argv: list[str]) -> None:
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):
         if len(argv) < 2:
-            raise ValueError(
-                "no run is given: name workdirs or logs, as in python -m sd_jax.rcp runs/mlperf/0"
-            )
+            raise ValueError("no run is given: name workdirs or logs, as in python -m sd_jax.rcp runs/mlperf/0")
         runs = [convergence.read(path) for path in convergence.find(argv[1:])]
         samples = [run.samples_to_target for run in runs]
         verdict = convergence.judge(comparison.check_alike(runs), samples)

@@ -45,10 +45,11 @@ from diffusion_jax.files import sheets
 from sd_jax.drawing import KIND
 
 _PREVIEW = flags.DEFINE_integer(
-    "preview_every", 0,
+    "preview_every",
+    0,
     "Steps between updates of preview.png, which shows the unfinished images; 0: never.",
     lower_bound=0,
-)  # fmt: skip
+)
 
 
 def read(prompts: list[str], out: pathlib.Path) -> Inputs:

@@ -37,10 +37,7 @@ def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Ima
 
 
 def make_sampler_inputs(
-    p: Pipeline,
-    encoder: TextEncoder,
-    preview: Preview | None = None,
-    guide: Settings | None = None,
+    p: Pipeline, encoder: TextEncoder, preview: Preview | None = None, guide: Settings | None = None
 ) -> samplers.InputsFunction:
     """Return the function `sampler_inputs` of a Task, which prepares the sampler's arguments.
 
@@ -69,11 +66,7 @@ class StableDiffusion(System):
     """What Stable Diffusion supplies: latents of a VAE, and prompts."""
 
     def __init__(
-        self,
-        p: Pipeline,
-        encoder: TextEncoder,
-        preview: Preview | None = None,
-        field_drop_prob: float = 0.0,
+        self, p: Pipeline, encoder: TextEncoder, preview: Preview | None = None, field_drop_prob: float = 0.0
     ) -> None:
         """Store the arguments, which `make_sampler_inputs` and `System` describe."""
         self.p, self.encoder, self.preview = p, encoder, preview
@@ -111,8 +104,7 @@ class StableDiffusion(System):
 
     def conditions(self, frozen, batch):
         """Return a function for each text, and UNSEEN if the UNet sees the picture to edit."""
-        negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
-                     if k.startswith(NEGATIVE)}  # fmt: skip
+        negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items() if k.startswith(NEGATIVE)}
         empties = [""] * len(next(iter(batch.values())))
 
         def empty():
@@ -218,9 +210,7 @@ def tokenizer(sampler: Sampler) -> Callable[[TextEncoder, Sequence[str], str], T
     return weighted_prompts if sampler.prompt_weights else prompts
 
 
-def attended(
-    p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]
-) -> Float[Array, "B L D"]:
+def attended(p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]) -> Float[Array, "B L D"]:
     """Encode a batch of tokens as the text context [B, L, D] that the UNet attends to.
 
     The context is padded with zeros to p.conditioning.pad_to tokens.

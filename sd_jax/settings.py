@@ -177,9 +177,7 @@ class Settings(NamedTuple):
         """
         height, width = self.pipeline.output_shape
         if height != width:
-            raise ValueError(
-                f"sampler.height {height} and sampler.width {width} must be equal for an evaluation"
-            )
+            raise ValueError(f"sampler.height {height} and sampler.width {width} must be equal for an evaluation")
         return height
 
 
@@ -230,9 +228,7 @@ def uses_moments(data: Data) -> bool:
     """
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
     if len({kind == MOMENTS for kind in kinds}) > 1:
-        raise ValueError(
-            f"data.mixture has the sources {', '.join(kinds)}: use only moments, or only images"
-        )
+        raise ValueError(f"data.mixture has the sources {', '.join(kinds)}: use only moments, or only images")
     return kinds[0] == MOMENTS
 
 
@@ -258,10 +254,7 @@ def check(s: Settings) -> None:
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=s.data.resize)
 
 
-_OTHER_UNETS = {
-    7: "an upscaler (latents and the small picture)",
-    5: "a depth model (latents and a depth map)",
-}
+_OTHER_UNETS = {7: "an upscaler (latents and the small picture)", 5: "a depth model (latents and a depth map)"}
 
 
 def check_pipeline(p: Pipeline) -> None:
@@ -297,8 +290,7 @@ def check_pipeline(p: Pipeline) -> None:
                 "that draws from texts alone, whose UNet reads only the latents"
             )
         raise ValueError(
-            f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: set them "
-            "to the same number"
+            f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: set them to the same number"
         )
 
 
@@ -379,8 +371,7 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
         raise ValueError("data.source is 'moments': name a source of images, such as 'folder'")
     if s.data.loss_mask:
         raise ValueError(
-            f"data.loss_mask is {s.data.loss_mask!r}, but the loss of an autoencoder has no mask: "
-            "set it to ''"
+            f"data.loss_mask is {s.data.loss_mask!r}, but the loss of an autoencoder has no mask: set it to ''"
         )
 
 

@@ -15,8 +15,15 @@ from diffusion_jax.start.start_command import command
 from sd_jax.weights.opened import open_checkpoint
 
 _VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
-_FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels", "attention_levels",
-           "mid_attention", "quant_conv")  # fmt: skip
+_FIELDS = (
+    "width",
+    "channel_mult",
+    "num_res_blocks",
+    "latent_channels",
+    "attention_levels",
+    "mid_attention",
+    "quant_conv",
+)
 
 
 def candidates() -> list[Candidate]:
@@ -39,8 +46,7 @@ def vae_fields(path: str) -> Changes:
     opened = open_checkpoint(path, ("vae",))
     if opened.vae is None:
         raise ValueError(
-            f"--vae={path} holds no VAE: name a diffusers directory, a checkpoint or a workdir "
-            "of sd_jax.train_vae"
+            f"--vae={path} holds no VAE: name a diffusers directory, a checkpoint or a workdir of sd_jax.train_vae"
         )
     vae = opened.vae.network
     values = {"vae.weights": path, "latents.scale": opened.scale, "latents.shift": opened.shift}

@@ -25,10 +25,7 @@ def adapt(task: Task, base: Params) -> Task:
     def init(key):
         others = {name: tree for name, tree in task.init(key).items() if name != "params"}
         has_values = isinstance(initial, np.ndarray)  # Otherwise, only the shapes matter.
-        return {
-            LEARNED_WORD: jnp.asarray(initial) if has_values else jnp.zeros(initial.shape),
-            **others,
-        }
+        return {LEARNED_WORD: jnp.asarray(initial) if has_values else jnp.zeros(initial.shape), **others}
 
     return task._replace(
         init=init,

@@ -70,14 +70,10 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     task = make_task(s, encoder, vae_params)
     adapt = textual_inversion.adapt if s.text.learned_tokens else None
     task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields, adapt)
-    return loop.RunInputs(
-        task, batches, examples, start=start, base=base, open_prompts=open_prompts
-    )
+    return loop.RunInputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
-def open_batches(
-    s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh
-) -> Batches:
+def open_batches(s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh) -> Batches:
     """Open the training data of a config. Each process reads only its own rows of a batch.
 
     Raises:

@@ -90,9 +90,7 @@ def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.RunInputs:
     # The first pictures, to be reconstructed during training.
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
-    examples = loop.Examples(
-        {"image": np.asarray(to_range(images))}, captions, 1.0, default_batch_size(side, side)
-    )
+    examples = loop.Examples({"image": np.asarray(to_range(images))}, captions, 1.0, default_batch_size(side, side))
 
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
     return loop.RunInputs(make_task(s), batches, examples, start=start)

@@ -108,9 +108,7 @@ class UNet(nn.Module):
         emb = with_fields(emb, fields)
         emb = nn.silu(emb)  # LDM applies SiLU in each residual block, with the same result.
         text = text.astype(self.dtype)
-        res = functools.partial(
-            with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
-        )
+        res = functools.partial(with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype)
         attend = functools.partial(
             with_remat(Transformer, self.remat, self.remat_keeps),
             self.transformer_depth,

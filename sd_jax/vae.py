@@ -32,8 +32,7 @@ Moments = Float[Array, "B h w _"]
 """Parameters of the posterior q(z | image): Z channels of means, then Z channels of log variances.
 """
 LatentArray = Float[Array, "B h w Z"]
-_SHARED = ("width", "channel_mult", "num_res_blocks", "attention_levels", "mid_attention",
-           "quant_conv", "dtype")  # fmt: skip
+_SHARED = ("width", "channel_mult", "num_res_blocks", "attention_levels", "mid_attention", "quant_conv", "dtype")
 
 
 class VAE(nn.Module):
@@ -65,9 +64,7 @@ class VAE(nn.Module):
         self.encoder = Encoder(latent_channels=self.latent_channels, **shape)
         self.decoder = Decoder(**shape)
 
-    def __call__(
-        self, images: Float[Array, "B H W _"], eps: LatentArray
-    ) -> tuple[Float[Array, "B H W _"], Moments]:
+    def __call__(self, images: Float[Array, "B H W _"], eps: LatentArray) -> tuple[Float[Array, "B H W _"], Moments]:
         """Encode images, and decode the sample mean + std * eps of the posterior.
 
         Returns:

@@ -17,10 +17,7 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = ROOT / "tests" / "budget.txt"
 PACKAGES = ("diffusion_jax", "imagen_jax", "sd_jax", "launch", "configs", "benchmarks")
-LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}  # fmt: skip
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def code_lines(text: str) -> int:

@@ -21,9 +21,7 @@ from tests.imagen_jax import commands
 ROOT = pathlib.Path(__file__).parent.parent
 
 os.environ["XLA_FLAGS"] = f"{commands.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-os.environ["JAX_PLATFORMS"] = (
-    "cpu"  # Also for commands. Otherwise, plugins search for their devices.
-)
+os.environ["JAX_PLATFORMS"] = "cpu"  # Also for commands. Otherwise, plugins search for their devices.
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # For tests that import TensorFlow; see events.py.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,15 +33,11 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 def browser():
     """The machine's Chromium, controlled by Playwright."""
     driver = pytest.importorskip("playwright.sync_api")
-    chromium = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
-    )
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
     if chromium is None:
         pytest.skip("needs a browser: apt install chromium")
     with driver.sync_playwright() as started:
-        opened = started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox"], timeout=pages.PATIENCE
-        )
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=pages.PATIENCE)
         yield opened
         opened.close()
 
@@ -54,9 +48,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = (
-        False  # Otherwise, xdist starts with the groups with the most tests.
-    )
+    config.option.loadscopereorder = False  # Otherwise, xdist starts with the groups with the most tests.
 
 
 @pytest.hookimpl(tryfirst=True)  # Before xdist reads the marks.

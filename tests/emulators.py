@@ -29,9 +29,8 @@ def locked(s3: str) -> Iterator[dict[str, str]]:
     import boto3
 
     iam = boto3.client(
-        "iam", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y",
-        region_name="us-east-1",
-    )  # fmt: skip
+        "iam", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y", region_name="us-east-1"
+    )
     iam.create_user(UserName="reader")
     allow = {"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}
     policy = json.dumps({"Version": "2012-10-17", "Statement": [allow]})
@@ -78,10 +77,13 @@ def running() -> Iterator[dict[str, str]]:
         try:
             s3, gs = json.loads(server.stdout.readline())
             yield {
-                "AWS_ENDPOINT_URL": s3, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y",
-                "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+                "AWS_ENDPOINT_URL": s3,
+                "AWS_ACCESS_KEY_ID": "x",
+                "AWS_SECRET_ACCESS_KEY": "y",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "AWS_EC2_METADATA_DISABLED": "true",
                 "STORAGE_EMULATOR_HOST": gs,
-            }  # fmt: skip
+            }
         finally:
             server.kill()
 
@@ -179,9 +181,8 @@ def _serve() -> None:
     import boto3
 
     boto3.client(
-        "s3", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y",
-        region_name="us-east-1",
-    ).create_bucket(Bucket=BUCKET)  # fmt: skip
+        "s3", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y", region_name="us-east-1"
+    ).create_bucket(Bucket=BUCKET)
     print(json.dumps([s3, gs]), flush=True)
     threading.Event().wait()
 

@@ -29,8 +29,16 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.split import split
 
-SMALL = ("csv_by_name", "folder_damaged", "folder_fields", "folder_heldout", "mixture", "prior",
-         "tar_several", "tars_flipped")  # fmt: skip
+SMALL = (
+    "csv_by_name",
+    "folder_damaged",
+    "folder_fields",
+    "folder_heldout",
+    "mixture",
+    "prior",
+    "tar_several",
+    "tars_flipped",
+)
 """The sets in tests/fixtures/golden."""
 _SIDE, _BATCH = 8, 20
 _NUM = 24  # Pictures in most sets.
@@ -105,9 +113,11 @@ def cells(num: int = _NUM) -> dict[str, Any]:
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     images = [{"bytes": picture(i), "path": None} for i in range(num)]
     return {
-        "image": pyarrow.array(images, kind), "text": [f"row {i}" for i in range(num)],
-        "several": [[f"a {i}", f"b {i}"] for i in range(num)], "score": [i / 4 for i in range(num)],
-    }  # fmt: skip
+        "image": pyarrow.array(images, kind),
+        "text": [f"row {i}" for i in range(num)],
+        "several": [[f"a {i}", f"b {i}"] for i in range(num)],
+        "score": [i / 4 for i in range(num)],
+    }
 
 
 def saved(root: pathlib.Path) -> None:
@@ -135,13 +145,19 @@ def tfds(root: pathlib.Path, kind: str) -> None:
     shape = {"dimensions": ["-1", "-1", "3"]}
     image = {"pythonClassName": f"{core}image_feature.Image"}
     image |= {"image": {"dtype": "uint8", "shape": shape}}
-    top = {"pythonClassName": f"{core}features_dict.FeaturesDict",
-           "featuresDict": {"features": {"image": image, "caption": text}}}  # fmt: skip
+    top = {
+        "pythonClassName": f"{core}features_dict.FeaturesDict",
+        "featuresDict": {"features": {"image": image, "caption": text}},
+    }
     folder = root / "1.0.0"
     folder.mkdir()
     (folder / "features.json").write_text(json.dumps(top))
-    parts = {"name": "train", "numBytes": "9", "shardLengths": [str(_NUM)],
-             "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}  # fmt: skip
+    parts = {
+        "name": "train",
+        "numBytes": "9",
+        "shardLengths": [str(_NUM)],
+        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+    }
     info = {"fileFormat": kind, "name": "tiny", "version": "1.0.0", "splits": [parts]}
     (folder / "dataset_info.json").write_text(json.dumps(info))
     examples = [{"image": picture(i), "caption": caption(i)} for i in range(_NUM)]
@@ -188,20 +204,20 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
     tars = {"s-00.tar": tar(_first(txt, 20)), "s-01.tar": tar(_renamed(txt, "x/"))}
     coco = {
         "images": [{"id": 90 - i, "file_name": f"{i:02}.png"} for i in range(_NUM)],
-        "annotations": [
-            {"id": 7 * i % 50, "image_id": 90 - i // 2, "caption": f"note {i}"}
-            for i in range(2 * _NUM)
-        ],
+        "annotations": [{"id": 7 * i % 50, "image_id": 90 - i // 2, "caption": f"note {i}"} for i in range(2 * _NUM)],
     }
     again = {"03.txt#": b"second", "05.png#": picture(50)}
     kohya = {f"{i:02}": {"text": f"k {i}"} for i in range(_NUM)}
     keyed = {"key": list(range(_NUM)), "text": [f"key {i}" for i in range(_NUM)]}
     named = [{"file_name": f"train\\{i:02}.PNG", "text": f"by name {i}"} for i in range(_NUM)]
     other = [{"file_name": f"elsewhere/{i:02}.png", "text": f"elsewhere {i}"} for i in range(_NUM)]
-    moments = tar({k.replace(".png", ".npy"): array(int(k[:2]), (8, 2, 2)) if "png" in k else v
-                   for k, v in txt.items()})  # fmt: skip
-    examples = [{"image": picture(i), "txt": caption(i), "json": json.dumps(long(i)).encode(),
-                 "__key__": b"%d" % i} for i in range(_NUM)]  # fmt: skip
+    moments = tar(
+        {k.replace(".png", ".npy"): array(int(k[:2]), (8, 2, 2)) if "png" in k else v for k, v in txt.items()}
+    )
+    examples = [
+        {"image": picture(i), "txt": caption(i), "json": json.dumps(long(i)).encode(), "__key__": b"%d" % i}
+        for i in range(_NUM)
+    ]
 
     def records(root: pathlib.Path) -> None:
         from diffusion_jax.data.sources import arrayrecord
@@ -238,8 +254,7 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
             folder(),
         ),
         "folder_json": (json_score, folder("json:long")),
-        "folder_json_list": (
-            pairs("json", lambda i: {"c": [f"a {i}", [f"b {i}", 2.5]]}), folder("json:c")),
+        "folder_json_list": (pairs("json", lambda i: {"c": [f"a {i}", [f"b {i}", 2.5]]}), folder("json:c")),
         "folder_lines": (pairs("txt", lambda i: b"one %d\r\n\ntwo\n" % i), folder("txt:lines")),
         "folder_several": (both, folder("txt,json:long*0.5", uncaptioned="drop")),
         "folder_npy": (pairs("npy", array), folder("npy")),
@@ -253,11 +268,8 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
         "folder_fields": (json_score, folder("json:long", fields=score)),
         "folder_buckets": (txt, folder(aspect_buckets=buckets)),
         "folder_heldout": (damaged, folder(heldout=0.3, max_broken=0.5)),
-        "folder_heldout_buckets": (
-            damaged, folder(heldout=0.3, aspect_buckets=buckets, max_broken=1),
-        ),
-        "folder_filters": (
-            pairs("txt", lambda i: b"x" * i), folder(min_size=9, max_aspect=1.3, min_chars=9)),
+        "folder_heldout_buckets": (damaged, folder(heldout=0.3, aspect_buckets=buckets, max_broken=1)),
+        "folder_filters": (pairs("txt", lambda i: b"x" * i), folder(min_size=9, max_aspect=1.3, min_chars=9)),
         "folder_tags": (txt, folder(shuffle_tags=True, keep_tags=1, tag_drop_prob=0.3)),
         "folder_crop_flip": (txt, folder(crop="random", flip=True, resize=10)),
         "folder_hidden": (
@@ -267,18 +279,16 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
         "csv": (plain | {"t.csv": lines(rows(), ",")}, folder("csv:text")),
         "tsv": (plain | {"t.tsv": lines(rows(), "\t")}, folder("tsv:text")),
         "jsonl": (plain | {"metadata.jsonl": lines(rows() + rows(num=5))}, folder("jsonl:text")),
-        "kohya": (
-            plain | {"meta.json": json.dumps(kohya).encode()},
-            folder("coco:text"),
-        ),
-        "coco": (_renamed(plain, "images/") | {"a/c.json": json.dumps(coco).encode()},
-                 folder("coco:caption")),
+        "kohya": (plain | {"meta.json": json.dumps(kohya).encode()}, folder("coco:text")),
+        "coco": (_renamed(plain, "images/") | {"a/c.json": json.dumps(coco).encode()}, folder("coco:caption")),
         "parquet_keys": (
             {f"t/{int(n[:2])}.png": c for n, c in plain.items()} | {"t.parquet": parquet(keyed)},
             folder("parquet:text"),
         ),
-        "csv_fields": (plain | {"t.csv": lines(rows(lambda i: {"score": i / 4}), ",")},
-                       folder("csv:text", fields=score)),
+        "csv_fields": (
+            plain | {"t.csv": lines(rows(lambda i: {"score": i / 4}), ",")},
+            folder("csv:text", fields=score),
+        ),
         "csv_by_name": (
             _renamed(plain, "train/") | {"t.csv": lines(named, ";"), "u.csv": lines(other, ",")},
             Data("folder", "ROOT/t.csv", "csv:text"),
@@ -293,8 +303,12 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
         "tar_several": ({"a.tar": tar(both)}, shards(text="txt,json:long*0.5")),
         "tar_npy": ({"a.tar": tar(pairs("npy", array))}, shards(text="npy")),
         "tars_flipped": (
-            {"a.tar": t[: len(t) // 2], "b.tar": _flipped(t, 5632),
-             "c.tar": t + tar(_first(txt, 8)), "d.tar": tar(_first(txt, 20) | again)},
+            {
+                "a.tar": t[: len(t) // 2],
+                "b.tar": _flipped(t, 5632),
+                "c.tar": t + tar(_first(txt, 8)),
+                "d.tar": tar(_first(txt, 20) | again),
+            },
             shards(uncaptioned="drop", max_broken=0.5),
         ),
         "tars_heldout_buckets": (tars, shards(heldout=0.3, aspect_buckets=buckets)),
@@ -303,14 +317,14 @@ def _sets() -> dict[str, tuple[dict[str, bytes] | Any, Data]]:
         "arrow": (saved, Data("arrow", "ROOT", "text,several*3", fields=score)),
         "huggingface": (
             lambda root: _write(root, {"data/train-0.parquet": parquet(cells())}),
-            Data("huggingface", "ROOT@train", "text")),
+            Data("huggingface", "ROOT@train", "text"),
+        ),
         "tfds": (lambda root: tfds(root, "array_record"), of_tfds("train")),
         "tfrecord": (lambda root: tfds(root, "tfrecord"), of_tfds("train[3:]")),
         "mixture": (mixed, Data("mixture", mixture=two)),
-        "mixture_heldout_buckets": (
-            mixed, Data("mixture", mixture=two, heldout=0.3, aspect_buckets=buckets)),
+        "mixture_heldout_buckets": (mixed, Data("mixture", mixture=two, heldout=0.3, aspect_buckets=buckets)),
         "synthetic": ({}, Data("synthetic")),
-    }  # fmt: skip
+    }
 
 
 SETS = tuple(_sets())
@@ -349,9 +363,17 @@ def read(name: str, root: pathlib.Path, samples: int = 2000) -> dict[str, Any]:
     tags = captions.Tags(data.shuffle_tags, data.keep_tags, data.tag_drop_prob)
     sums = lambda texts: {"text": np.array([_sum(_text(text)) for text in texts], np.int64)}
     batches = pipeline.make_batches(
-        training, sums, batch_size=_BATCH, seed=3, crop=data.crop, flip=data.flip, buckets=buckets,
-        fields=picture_fields.read(data.fields), tags=tags, num_threads=0,
-    )  # fmt: skip
+        training,
+        sums,
+        batch_size=_BATCH,
+        seed=3,
+        crop=data.crop,
+        flip=data.flip,
+        buckets=buckets,
+        fields=picture_fields.read(data.fields),
+        tags=tags,
+        num_threads=0,
+    )
     order, sums_of_batches, total = [], [], 0
     with batches:
         for number in range(samples // _BATCH):
@@ -362,11 +384,13 @@ def read(name: str, root: pathlib.Path, samples: int = 2000) -> dict[str, Any]:
             sums_of_batches.append(total)
         state = json.loads(batches.get_state())
     return found | {
-        "order": order, "samples": sums_of_batches,
+        "order": order,
+        "samples": sums_of_batches,
         "names": [short(n) for n in training.names(np.arange(len(training)))],
-        "skipped": pictures.skipped(), "counts": dict(pictures.inventory().counts),
+        "skipped": pictures.skipped(),
+        "counts": dict(pictures.inventory().counts),
         "state": {k: v for k, v in state.items() if k not in ("digests", "samples")},
-    }  # fmt: skip
+    }
 
 
 def _write(root: pathlib.Path, contents: Mapping[str, bytes]) -> None:

@@ -40,8 +40,10 @@ def opened(browser, address, **size):
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: errors.append(request.url) if not (
-        request.url.startswith((address, "data:"))) else None)  # fmt: skip
+    page.on(
+        "request",
+        lambda request: errors.append(request.url) if not (request.url.startswith((address, "data:"))) else None,
+    )
     page.goto(address)
     page.locator("#field-steps").wait_for(state="attached")  # Hidden for a cascade.
     yield page

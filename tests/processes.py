@@ -20,8 +20,7 @@ def run_all(count, function, *arguments, devices):
     """Run function(number, *arguments) in `count` joined processes, and return their exit codes."""
     where = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_processes": count}
     processes = [
-        commands.fork(_joined, {**where, "process_id": i}, function, *arguments, devices=devices)
-        for i in range(count)
+        commands.fork(_joined, {**where, "process_id": i}, function, *arguments, devices=devices) for i in range(count)
     ]
     deadline = time.monotonic() + PATIENCE
     for process in processes:
@@ -49,12 +48,14 @@ class Group:
         joined += ["--process_id=PROCESS"]
         self.processes = [
             commands.start(
-                name, *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
-                devices=devices, outputs=self.outputs[i],
+                name,
+                *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
+                devices=devices,
+                outputs=self.outputs[i],
             )
             for i in range(count)
             if only in (None, i)
-        ]  # fmt: skip
+        ]
 
     def end(self, of=None):
         """Wait until all (or the first few) have ended, and return their exit codes."""

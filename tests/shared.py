@@ -9,9 +9,7 @@ import filelock
 import pytest
 
 
-def folder(
-    factory: pytest.TempPathFactory, name: str, fill: Callable[[pathlib.Path], None]
-) -> pathlib.Path:
+def folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[pathlib.Path], None]) -> pathlib.Path:
     """Return the session's folder NAME. The first worker that requests it fills it, others wait."""
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

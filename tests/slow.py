@@ -52,16 +52,18 @@ def affected(changed: Iterable[str]) -> list[str]:
     while new := [f for f in files if f not in reached and graph()[f] & reached.keys()]:
         distance += 1
         reached |= dict.fromkeys(new, distance)
-    slow = [f for f in files if f in reached and re.search(r"/test_\w+\.py$", f)
-            and "mark.slow" in (ROOT / f).read_text()]  # fmt: skip
+    slow = [
+        f for f in files if f in reached and re.search(r"/test_\w+\.py$", f) and "mark.slow" in (ROOT / f).read_text()
+    ]
     return sorted(slow, key=lambda f: reached[f])
 
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """Map each Python file to the files that it imports or names."""
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "*.py"],
-                                     cwd=ROOT, text=True).split()  # fmt: skip
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, text=True
+    ).split()
     return {path: _imports(path) for path in listed if (ROOT / path).exists()}
 
 

@@ -55,9 +55,14 @@ def imagen_model(**changes):
     """Return (task, batch) of a tiny model. sampler__name="x" sets config.sampler.name."""
     c = quickstart.get_config()
     c.unet.update(
-        image_size=8, embed_dim=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
-        head_dim=32, cond_dim=32,
-    )  # fmt: skip
+        image_size=8,
+        embed_dim=32,
+        channel_mult=(1,),
+        num_res_blocks=1,
+        attention_resolutions=(),
+        head_dim=32,
+        cond_dim=32,
+    )
     c.text.update(width=32, max_tokens=6)
     for name, value in changes.items():
         group, _, field = name.partition("__")
@@ -84,9 +89,7 @@ def train_and_sample(task, batch):
 
     @jax.jit
     def step(params, frozen, batch, keys):
-        (loss, metrics), grads = jax.value_and_grad(task.loss, has_aux=True)(
-            params, frozen, batch, keys
-        )
+        (loss, metrics), grads = jax.value_and_grad(task.loss, has_aux=True)(params, frozen, batch, keys)
         norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
         params = jax.tree.map(lambda p, g: p - 1e-4 * g, params, grads)
         return loss, norm, metrics["level_count"], params
@@ -119,9 +122,7 @@ def test_a_sampler_a_guidance_and_a_threshold_are_added_in_one_place_each(system
     method = samplers.Method(last_guess)
     monkeypatch.setitem(samplers.SAMPLERS, "last_guess", method)
     model = MODELS[system](
-        sampler__name="last_guess(share=0.5)",
-        sampler__steps=3,
-        sampler__guiding="halved(by=4)+rescale",
+        sampler__name="last_guess(share=0.5)", sampler__steps=3, sampler__guiding="halved(by=4)+rescale"
     )
     loss, norm, images, _ = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and norm > 0
@@ -145,9 +146,12 @@ def test_a_noise_and_a_grid_are_added_in_one_place_each(monkeypatch, grid):
     monkeypatch.setitem(grids.GRIDS, "three_levels", lambda noise, s, *_: (LEVELS, None))
     monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
     model = imagen_model(
-        diffusion__noise="three_levels(low=1.0)", diffusion__predicts="v", sampler__name="heun",
-        sampler__steps=3, sampler__grid=grid,
-    )  # fmt: skip
+        diffusion__noise="three_levels(low=1.0)",
+        diffusion__predicts="v",
+        sampler__name="heun",
+        sampler__steps=3,
+        sampler__grid=grid,
+    )
     loss, norm, images, counts = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
     # Losses are reported in five ranges of sigma. 1, 3 and 9 are in the last three.

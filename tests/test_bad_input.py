@@ -372,21 +372,22 @@ def test_bad_input_is_a_one_line_error_with_exit_code_2(files, line, message):
 def test_a_missing_platform_is_a_one_line_error(tmp_path):
     command = [sys.executable, "-m", *COMMANDS["train"].replace("D/", f"{tmp_path}/").split()]
     ended = subprocess.run(
-        command, cwd=ROOT.parent, env=os.environ | {"JAX_PLATFORMS": "cuda"}, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+        command,
+        cwd=ROOT.parent,
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     assert "error: " in ended.stderr and "'cuda'" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lost"), [("a red seven 🎉", "🎉"), ("red " * 500, "red"), ("a red seven", "")]
-)
+@pytest.mark.parametrize(("prompt", "lost"), [("a red seven 🎉", "🎉"), ("red " * 500, "red"), ("a red seven", "")])
 def test_words_beyond_the_token_limit_are_ignored_with_a_warning(files, tmp_path, prompt, lost):
     ended = commands.run(
-        "sample", f"--workdir={files}/imagen", f"--prompt={prompt}", f"--out={tmp_path}/out",
-        "--rehearse", devices=1,
-    )  # fmt: skip
+        "sample", f"--workdir={files}/imagen", f"--prompt={prompt}", f"--out={tmp_path}/out", "--rehearse", devices=1
+    )
     assert ended.code == 0, ended.err
     assert bool(lost) == bool(re.search(r"1 of 1 texts are not read in full", ended.err)), ended.err
     assert f"the text encoder ignores '{lost}" in ended.err or not lost

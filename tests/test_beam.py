@@ -18,10 +18,7 @@ from tests.diffusion_jax.text import tiny_weights
 from tests.sd_jax import test_prepare, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
-BEAM = (
-    "--engine=beam",
-    "--beam_options=--direct_num_workers=2 --direct_running_mode=multi_processing",
-)
+BEAM = ("--engine=beam", "--beam_options=--direct_num_workers=2 --direct_running_mode=multi_processing")
 PATIENCE = 300  # Seconds, on a busy machine.
 CONFIG = """
 from tests.sd_jax import tiny
@@ -44,14 +41,7 @@ def start(tmp_path):
         line = [sys.executable, "-m", module, *map(str, arguments)]
         with (tmp_path / "out").open("wb") as out, (tmp_path / "log").open("ab") as log:
             started.append(
-                subprocess.Popen(
-                    line,
-                    cwd=ROOT,
-                    env=os.environ | more,
-                    stdout=out,
-                    stderr=log,
-                    start_new_session=True,
-                )
+                subprocess.Popen(line, cwd=ROOT, env=os.environ | more, stdout=out, stderr=log, start_new_session=True)
             )
         return started[-1]
 
@@ -139,7 +129,9 @@ def test_beam_writes_the_same_laion_tables(start, tmp_path):
     for number in range(4):
         test_prepare.metadata(tmp_path / "in" / f"{number}.parquet", 500 + number)
     line = "sd_jax.prepare", "laion", f"--metadata={tmp_path}/in"
-    printed = [end(start(*line, f"--out={tmp_path}/{name}", *more), tmp_path).replace(name, "OUT")
-            for name, more in (("alone", ()), ("beam", BEAM))]  # fmt: skip
+    printed = [
+        end(start(*line, f"--out={tmp_path}/{name}", *more), tmp_path).replace(name, "OUT")
+        for name, more in (("alone", ()), ("beam", BEAM))
+    ]
     assert printed[0] == printed[1] and "of 2,006 rows, those whose LICENSE is not" in printed[0]
     assert contents(tmp_path / "beam") == contents(tmp_path / "alone")

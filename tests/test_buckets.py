@@ -30,17 +30,23 @@ from tests.processes import free_port
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stores")]
 STEPS, PATIENCE = 8, 600
 SMALL = (
-    "--config=configs/quickstart.py", f"--config.steps={STEPS}", "--config.optimizer.warmup=2",
-    "--config.save_every=4", "--config.log_every=2", "--config.sample_every=4",
-    "--config.batch_size=8", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32",
-    "--config.unet.head_dim=16", "--config.optimizer.ema_widths=(0.1,)",
-    "--config.optimizer.snapshot_every=4", "--config.data.heldout=0.05", "--config.heldout.every=4",
+    "--config=configs/quickstart.py",
+    f"--config.steps={STEPS}",
+    "--config.optimizer.warmup=2",
+    "--config.save_every=4",
+    "--config.log_every=2",
+    "--config.sample_every=4",
+    "--config.batch_size=8",
+    "--config.unet.embed_dim=32",
+    "--config.unet.cond_dim=32",
+    "--config.unet.head_dim=16",
+    "--config.optimizer.ema_widths=(0.1,)",
+    "--config.optimizer.snapshot_every=4",
+    "--config.data.heldout=0.05",
+    "--config.heldout.every=4",
     "--config.heldout.records=8",
-)  # fmt: skip
-SAVED = {
-    runs.CHECKPOINTS: ("params", "ema_0.999", "ema_power-0.1", "optimizer"),
-    restore.SNAPSHOTS: ("ema_power-0.1",),
-}
+)
+SAVED = {runs.CHECKPOINTS: ("params", "ema_0.999", "ema_power-0.1", "optimizer"), restore.SNAPSHOTS: ("ema_power-0.1",)}
 TWO = ("--steps=24", "--step_timeout=60")
 
 
@@ -114,9 +120,7 @@ def trained(bucket):
 def test_a_run_in_a_bucket_killed_while_saving_ends_with_the_same_weights(trained, undisturbed):
     assert_alike(trained, undisturbed)
     assert list(trained.glob("writer-*.json")) == []
-    assert not (
-        commands.ROOT / str(trained).split("/")[0]
-    ).exists()  # No local folder "s3:" was created.
+    assert not (commands.ROOT / str(trained).split("/")[0]).exists()  # No local folder "s3:" was created.
 
 
 def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores):
@@ -134,18 +138,14 @@ def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores)
     assert "have the credentials expired?" in line or "check that the credentials" in line
 
 
-def test_sample_reads_prompts_from_a_bucket_and_draws_into_one(
-    trained, undisturbed, bucket, tmp_path
-):
+def test_sample_reads_prompts_from_a_bucket_and_draws_into_one(trained, undisturbed, bucket, tmp_path):
     prompts = files.path(f"{bucket}/prompts.txt")
     files.write_whole(prompts, "a red 3\na blue 7\n")
     (tmp_path / "prompts.txt").write_bytes(prompts.read_bytes())
     out = files.path(f"{bucket}/drawn")
     run("imagen_jax.sample", f"--workdir={trained}", f"--prompts={prompts}", f"--out={out}")
     prompts_flag = f"--prompts={tmp_path / 'prompts.txt'}"
-    run(
-        "imagen_jax.sample", f"--workdir={undisturbed}", prompts_flag, f"--out={tmp_path / 'drawn'}"
-    )
+    run("imagen_jax.sample", f"--workdir={undisturbed}", prompts_flag, f"--out={tmp_path / 'drawn'}")
     # The texts in the files name the runs, which differ.
     pixels = lambda path: np.asarray(Image.open(io.BytesIO(path.read_bytes()))).tolist()
     local = {path.name: pixels(path) for path in (tmp_path / "drawn").glob("*.png")}
@@ -173,8 +173,14 @@ def test_scores_and_held_out_losses_of_a_run_in_a_bucket_match_a_local_run(train
 
 def test_weights_are_converted_exported_and_adapted_in_buckets(bucket, tmp_path):
     """Export to NeMo's names, convert back, and train LoRA factors on weights in a bucket."""
-    tiny = [*SMALL, "--config.unet.patch=1", "--config.steps=1", "--config.optimizer.ema_widths=()",
-            "--config.optimizer.schedule=constant", "--config.heldout.every=0"]  # fmt: skip
+    tiny = [
+        *SMALL,
+        "--config.unet.patch=1",
+        "--config.steps=1",
+        "--config.optimizer.ema_widths=()",
+        "--config.optimizer.schedule=constant",
+        "--config.heldout.every=0",
+    ]
     run("imagen_jax.train", *tiny, f"--workdir={bucket}/tiny")
     files_of = [f"{bucket}/weights.safetensors", tmp_path / "weights.safetensors"]
     run("imagen_jax.weights", "export", f"--from={bucket}/tiny", f"--to={files_of[0]}")
@@ -197,11 +203,16 @@ def together(workdir, *more):
     port = free_port()
     group = [
         start(
-            "tests.diffusion_jax.toy_train", f"--workdir={workdir}", *TWO, *more,
-            f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}",
+            "tests.diffusion_jax.toy_train",
+            f"--workdir={workdir}",
+            *TWO,
+            *more,
+            f"--coordinator=127.0.0.1:{port}",
+            "--num_processes=2",
+            f"--process_id={number}",
         )
         for number in (0, 1)
-    ]  # fmt: skip
+    ]
     errors = [process.communicate(timeout=PATIENCE)[1] for process in group]
     return [process.returncode for process in group], "\n".join(errors)
 
@@ -217,10 +228,7 @@ def test_two_processes_in_a_bucket_survive_a_kill_in_every_phase(bucket, tmp_pat
         assert codes == [0, 0], errors
     shapes = jax.eval_shape(toy.init, jax.random.key(0))
     for name in ("raw", "0.1", "0.08"):
-        mine, theirs = (
-            restore.load_params(folder / runs.CHECKPOINTS, shapes, name, 24)
-            for folder in (workdir, other)
-        )
+        mine, theirs = (restore.load_params(folder / runs.CHECKPOINTS, shapes, name, 24) for folder in (workdir, other))
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     lines = [run_log.read_metrics(folder / run_log.METRICS) for folder in (workdir, other)]
     assert [x["loss"] for x in lines[0]] == [x["loss"] for x in lines[1]] and len(lines[0]) == 24

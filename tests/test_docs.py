@@ -7,10 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = "benchmarks configs diffusion_jax docs imagen_jax launch models notebooks sd_jax tests"
-FILES = [
-    *ROOT.glob("*.*"),
-    *(path for name in FOLDERS.split() for path in (ROOT / name).rglob("*.*")),
-]
+FILES = [*ROOT.glob("*.*"), *(path for name in FOLDERS.split() for path in (ROOT / name).rglob("*.*"))]
 PAGES = [path for path in FILES if path.suffix == ".md"]
 TEXTS = [path for path in FILES if path.suffix in {".py", ".md", ".jinja", ".toml"}]
 

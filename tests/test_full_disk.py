@@ -58,9 +58,7 @@ def test_a_disk_too_full_for_a_store_of_texts_is_a_one_line_error(ended, tmp_pat
     weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)
     flags = text_flags(weights, tmp_path / "disk" / "store")
     line = ended(16, "diffusion_jax.precache", *flags)
-    expected = (
-        r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and run "
-    )
+    expected = r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and run "
     assert re.fullmatch(expected + "the same command again", line), line
 
 

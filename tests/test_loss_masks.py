@@ -47,9 +47,7 @@ def rehearsed(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["imagen", "sd"])
-def test_training_with_loss_masks_is_rehearsed_and_masks_without_effect_are_reported(
-    folder, kind, caplog
-):
+def test_training_with_loss_masks_is_rehearsed_and_masks_without_effect_are_reported(folder, kind, caplog):
     report = rehearsed(folder, kind)
     assert re.search(r"image (\d+x\d+)x3, .*loss_mask \1[,;\n]", report)
     assert "data.loss_mask has no effect" not in caplog.text

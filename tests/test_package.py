@@ -43,11 +43,7 @@ def test_importing_drawing_and_training_needs_only_the_core_dependencies():
     modules = "imagen_jax.cascade imagen_jax.web imagen_jax.train imagen_jax.evaluate"
     modules += " sd_jax.drawing sd_jax.train launch.plan launch.gke"
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
-    python(
-        "-c",
-        f"{code}; import {', '.join(modules.split())}; import diffusion_jax.text.tokenize",
-        cwd=ROOT,
-    )
+    python("-c", f"{code}; import {', '.join(modules.split())}; import diffusion_jax.text.tokenize", cwd=ROOT)
 
 
 def test_the_newest_release_in_the_changelog_matches_the_version():
@@ -55,12 +51,8 @@ def test_the_newest_release_in_the_changelog_matches_the_version():
     assert releases[0] == diffusion_jax.__version__
 
 
-@pytest.mark.parametrize(
-    ("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '-e ".[web]"')]
-)
-def test_a_missing_package_is_a_one_line_error_with_the_pip_command(
-    package, remedy, monkeypatch, capsys
-):
+@pytest.mark.parametrize(("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '-e ".[web]"')])
+def test_a_missing_package_is_a_one_line_error_with_the_pip_command(package, remedy, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as ended, cli.bad_input():
         importlib.import_module(package)

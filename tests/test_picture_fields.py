@@ -30,11 +30,16 @@ KEY = "field_aesthetic"
 SMALL = {"channel_mult": (1,), "num_res_blocks": 1, "attention_resolutions": (), "cond_dim": 32}
 NETWORKS = {
     "unet": {"embed_dim": 32, "head_dim": 32, **SMALL},
-    "efficient": {"embed_dim": 32, "head_dim": 32, "channel_mult": (1, 1),
-                  "num_res_blocks": (1, 1), "attention_levels": ()},
+    "efficient": {
+        "embed_dim": 32,
+        "head_dim": 32,
+        "channel_mult": (1, 1),
+        "num_res_blocks": (1, 1),
+        "attention_levels": (),
+    },
     "magnitude": {"embed_dim": 32, "head_dim": 32, **SMALL},
     "transformer": {"embed_dim": 32, "head_dim": 32, "patch": 4, "depth": 1, "bottleneck": 8},
-}  # fmt: skip
+}
 KINDS = [*NETWORKS, "sd"]
 
 
@@ -53,8 +58,7 @@ def folder(tmp_path_factory):
 
 
 def read_settings(folder, kind, named=("aesthetic=0..10",), **sampler):
-    data = {"source": "folder", "path": str(folder), "text": "csv:text", "threads": 0,
-            "fields": named, "heldout": 0.3}  # fmt: skip
+    data = {"source": "folder", "path": str(folder), "text": "csv:text", "threads": 0, "fields": named, "heldout": 0.3}
     if kind == "sd":
         c = tiny.config(folder / "vae.safetensors")
         c.unet.norm_groups = 8  # With one channel per group, the norm would remove the embedding.
@@ -130,8 +134,7 @@ def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, kind):
-    with_field, without = (prepared(read_settings(folder, kind, named), kind)
-                           for named in (("aesthetic=0..10",), ()))  # fmt: skip
+    with_field, without = (prepared(read_settings(folder, kind, named), kind) for named in (("aesthetic=0..10",), ()))
     for inputs in (with_field, without):
         inputs.batches.close()
     task, plain = with_field.task, without.task
@@ -155,21 +158,15 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     s = read_settings(folder, "unet")
     inputs = prepared(s, "unet")
     inputs.batches.close()
-    _, key, create, layout = loop.set_up(
-        inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1)
-    )
+    _, key, create, layout = loop.set_up(inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1))
     weights = tiny.random_params(prepared(read_settings(folder, "unet", ()), "unet").task)
-    state = loop.starting_state(
-        tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights)
-    )
+    state = loop.starting_state(tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights))
     started = dict(state.params["params"])
     assert not jnp.any(started.pop(KEY)["dense2"]["kernel"])
     jax.tree.map(np.testing.assert_array_equal, started, weights["params"])
 
 
-def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_finetuning(
-    folder, tmp_path, caplog
-):
+def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_finetuning(folder, tmp_path, caplog):
     config = quickstart.get_config()
     config.data.fields = ("aesthetic=0..10",)
     runs.claim(tmp_path, config.to_dict())
@@ -177,13 +174,9 @@ def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_f
     inputs = prepared(read_settings(folder, "unet"), "unet")
     inputs.batches.close()
     weights = tiny.random_params(inputs.task)
-    start = lambda *texts, rank=2: finetune.start(
-        inputs.task, Lora(rank=rank), str(tmp_path), lambda: weights, texts
-    )
+    start = lambda *texts, rank=2: finetune.start(inputs.task, Lora(rank=rank), str(tmp_path), lambda: weights, texts)
     assert start("csv:aesthetic=0..10").base
-    message = (
-        r"was trained with data\.fields aesthetic=0\.\.10, but data\.fields is aesthetic=0\.\.5"
-    )
+    message = r"was trained with data\.fields aesthetic=0\.\.10, but data\.fields is aesthetic=0\.\.5"
     with pytest.raises(ValueError, match=message):
         start("aesthetic=0..5")
     start("csv:aesthetic=0..10", "year=0..1", rank=0)
@@ -204,10 +197,14 @@ def test_an_unknown_argument_of_a_network_is_an_error(folder):
     with pytest.raises(TypeError, match="the network has no argument 'score'"):
         jax.eval_shape(
             lambda: s.unet.init(
-                jax.random.key(0), jnp.zeros((1, 8, 8, 3)), jnp.zeros(1), jnp.zeros((1, 1, 32)),
-                jnp.ones((1, 1), bool), score=jnp.zeros((1, 2)),
+                jax.random.key(0),
+                jnp.zeros((1, 8, 8, 3)),
+                jnp.zeros(1),
+                jnp.zeros((1, 1, 32)),
+                jnp.ones((1, 1), bool),
+                score=jnp.zeros((1, 2)),
             )
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("system", ["imagen", "sd"])
@@ -231,9 +228,7 @@ def test_a_number_for_a_model_without_fields_is_an_error_that_names_data_fields(
 
 def test_year_1950_and_aesthetic_7_are_read_from_one_text():
     named = picture_fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
-    assert picture_fields.values(named, " year = 1950.5, aesthetic=7 ") == {
-        "field_year": 1950.5, "field_aesthetic": 7
-    }  # fmt: skip
+    assert picture_fields.values(named, " year = 1950.5, aesthetic=7 ") == {"field_year": 1950.5, "field_aesthetic": 7}
     assert picture_fields.values(named, "") == {}
 
 

@@ -107,9 +107,7 @@ def write_shards(inputs, out):
 
 COMMANDS = {
     "pack": Command(lambda inputs, out: pack.pack(inputs / "run", "raw", None, out), weights),
-    "averages": Command(
-        lambda inputs, out: averages.write(str(inputs / "run"), "0.07", None, str(out)), weights
-    ),
+    "averages": Command(lambda inputs, out: averages.write(str(inputs / "run"), "0.07", None, str(out)), weights),
     "digits": Command(lambda i, out: digits.write_examples(out, 3, size=8), visible),
     "reshard": Command(write_shards, visible),
 }

@@ -31,7 +31,7 @@ def test_modules_preloaded_for_commands_exist(name):
         ("imagen_jax/sample.py", "tests/test_full_disk.py", "tests/launch/test_flops.py"),
         ("docs/page.md", "", "tests/imagen_jax/test_web.py"),
     ],
-)  # fmt: skip
+)
 def test_a_change_selects_the_slow_tests_of_everything_that_imports_it(changed, selected, left_out):
     found = slow.affected([changed])
     assert (selected in found) if selected else found == []

@@ -20,10 +20,18 @@ def write_run(path, checkpoints=(2,)):
     folder = path / "evaluation" / "step_00000002"
     folder.mkdir(parents=True)
     rows = [
-        {"guidance": g, "checkpoint": step, "ema": "ema", "fid": fid, "fid_low": fid - 1,
-         "fid_high": fid + 1, "clip_score": clip}
-        for step in checkpoints for g, fid, clip in POINTS
-    ]  # fmt: skip
+        {
+            "guidance": g,
+            "checkpoint": step,
+            "ema": "ema",
+            "fid": fid,
+            "fid_low": fid - 1,
+            "fid_high": fid + 1,
+            "clip_score": clip,
+        }
+        for step in checkpoints
+        for g, fid, clip in POINTS
+    ]
     sweep.write_table(folder / sweep.TABLE, rows)
     for row in rows:
         card = {"extractor": "a <stand-in>", "n": 30, "guidance": row["guidance"]}

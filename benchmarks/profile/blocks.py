@@ -130,13 +130,9 @@ def record(model: PlannedTask, samples: int) -> list[NetworkBlock]:
             return call(*args, **kwargs)
         variables = module.variables
         is_trained = any(id(leaf) in trained for leaf in jax.tree.leaves(variables))
-        shape = lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-        )
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         variables, inputs = jax.tree.map(shape, (dict(variables), (args, kwargs)))
-        block = NetworkBlock(
-            _label(module, inputs), [module.name], module, variables, inputs, is_trained
-        )
+        block = NetworkBlock(_label(module, inputs), [module.name], module, variables, inputs, is_trained)
         key = _fields(module), str(jax.tree.flatten((variables, inputs))), is_trained
         if key in blocks:
             block = blocks[key]._replace(names=[*blocks[key].names, module.name])
@@ -197,9 +193,7 @@ def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> Profile
     """
     places = sharding.shardings(model.state, mesh, model.task.rules)
     replicated = sharding.replicated(compiling.one_device(kind))
-    shard = lambda leaf, place: jax.ShapeDtypeStruct(
-        place.shard_shape(leaf.shape), leaf.dtype, sharding=replicated
-    )
+    shard = lambda leaf, place: jax.ShapeDtypeStruct(place.shard_shape(leaf.shape), leaf.dtype, sharding=replicated)
     state = jax.tree.map(shard, model.state, places)
 
     @jax.custom_vjp
@@ -287,8 +281,6 @@ def _fields(module: nn.Module) -> str:
     """Return a string that identifies a module's class and fields, without its name."""
     values = {f.name: getattr(module, f.name, None) for f in dataclasses.fields(module)}
     fields = {
-        name: getattr(value, "__qualname__", value)
-        for name, value in values.items()
-        if name not in ("parent", "name")
+        name: getattr(value, "__qualname__", value) for name, value in values.items() if name not in ("parent", "name")
     }
     return f"{type(module).__qualname__} {fields}"

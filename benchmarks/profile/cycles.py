@@ -16,18 +16,26 @@ from benchmarks.profile.hlo import HloProgram, Instruction
 # eight (in two cores), and a v6e and half a v7x chip (one JAX device) have four of 256 x 256. With
 # the peak rates in launch/accelerators.py, these give clocks of 1.5, 1.75, 1.75 and 2.2 GHz.
 FLOP_PER_CYCLE: Mapping[str, int] = {"v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "v7x": 2**19}
-KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimizer",
-         "collectives", "elementwise")  # fmt: skip
+KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimizer", "collectives", "elementwise")
 MATRIX_UNIT, KERNEL, NORM, SOFTMAX, COPIES, OPTIMIZER, COLLECTIVES, ELEMENTWISE = KINDS
 PRODUCTS = {"convolution", "dot"}
-EXCHANGES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send",
-)  # fmt: skip
+EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send")
 """Opcodes of communication. A "send" is communication between TPU slices."""
-_LAYOUT = {"copy", "transpose", "reshape", "convert", "slice", "pad", "tuple", "bitcast",
-           "get-tuple-element", "constant", "parameter", "broadcast"}  # fmt: skip
-_MOVES = {"concatenate", "pad", "dynamic-update-slice", "dynamic-slice", "gather", "scatter",
-          "slice"}  # fmt: skip
+_LAYOUT = {
+    "copy",
+    "transpose",
+    "reshape",
+    "convert",
+    "slice",
+    "pad",
+    "tuple",
+    "bitcast",
+    "get-tuple-element",
+    "constant",
+    "parameter",
+    "broadcast",
+}
+_MOVES = {"concatenate", "pad", "dynamic-update-slice", "dynamic-slice", "gather", "scatter", "slice"}
 _ARITHMETIC = {"add", "multiply", "subtract", "divide", "exponential", "reduce", "rsqrt", "tanh"}
 
 

@@ -130,10 +130,7 @@ def num_bytes(shapes: str) -> int:
     """Return the bytes of all arrays in a text such as "(bf16[8,128]{1,0}, f32[])"."""
     found = re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shapes)
     bits = ((int(width or 8), count) for _, width, count in found)
-    return sum(
-        max(width, 8) // 8 * math.prod(int(n) for n in count.split(",") if n)
-        for width, count in bits
-    )
+    return sum(max(width, 8) // 8 * math.prod(int(n) for n in count.split(",") if n) for width, count in bits)
 
 
 def bytes_moved(text: str) -> tuple[int, int]:

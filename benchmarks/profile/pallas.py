@@ -113,9 +113,7 @@ def main() -> None:
         compiling.prepare(1)
         mesh = compiling.one_device(kind)
         replicated = sharding.replicated(mesh)
-        array = lambda length: jax.ShapeDtypeStruct(
-            (1, length, 1, head_dim), jnp.bfloat16, sharding=replicated
-        )
+        array = lambda length: jax.ShapeDtypeStruct((1, length, 1, head_dim), jnp.bfloat16, sharding=replicated)
 
         def gradient(q: Any, k: Any, v: Any, mask: Any, cotangent: Any):
             mask = mask if masked == "masked" else None

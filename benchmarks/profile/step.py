@@ -41,10 +41,7 @@ def of(model: PlannedTask, target: Target, whole: bool) -> Profile:
 
 
 def of_blocks(
-    model: PlannedTask,
-    mesh: AbstractMesh,
-    kind: str,
-    report: Callable[[str], None] = lambda text: None,
+    model: PlannedTask, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
 ) -> Profile:
     """Return the profile of a train step as the sum of its blocks and the parameter update.
 
@@ -66,12 +63,7 @@ def of_blocks(
     return total(rows, blocks.measure_update(model, mesh, kind), passes, kind)
 
 
-def total(
-    rows: Sequence[tuple[NetworkBlock, Profile]],
-    update: Profile,
-    passes: int,
-    kind: str,
-) -> Profile:
+def total(rows: Sequence[tuple[NetworkBlock, Profile]], update: Profile, passes: int, kind: str) -> Profile:
     """Add up the estimates of all block calls and of the parameter update; return the profile.
 
     `rows` holds each distinct block with its estimates. `passes` is the number of micro batches per
@@ -88,10 +80,7 @@ def total(
     layers[blocks.UPDATE] += update.total  # pyright: ignore[reportArgumentType]
     costliest = sorted(
         (
-            row._replace(
-                cycles=times * row.cycles,
-                description=f"{times} x {part.label}: {row.description}",
-            )
+            row._replace(cycles=times * row.cycles, description=f"{times} x {part.label}: {row.description}")
             for times, part in [*calls, (1, update)]
             for row in part.costliest
         ),
@@ -110,9 +99,7 @@ def total(
     )
 
 
-def of_program(
-    program: compiling.CompiledProgram, model: PlannedTask, mesh: AbstractMesh, kind: str
-) -> Profile:
+def of_program(program: compiling.CompiledProgram, model: PlannedTask, mesh: AbstractMesh, kind: str) -> Profile:
     """Return the profile of a whole train step, compiled for this mesh."""
     samples, passes = _micro_batch(model, mesh)
     parts = blocks.record(model, samples)
@@ -134,21 +121,24 @@ def table(profile: Profile) -> list[tuple[str, str]]:
     """Format a profile as a table, with rows (name, text)."""
     million = lambda n: f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n / 1e3:,.1f} k"
     shares = lambda counts: ", ".join(
-        f"{name} {100 * n / profile.total:.0f} %"
-        for name, n in list(counts.items())[:12]
-        if n > 0.005 * profile.total
+        f"{name} {100 * n / profile.total:.0f} %" for name, n in list(counts.items())[:12] if n > 0.005 * profile.total
     )
     rows = [
-        ("compiler's estimate", f"{million(profile.total)} cycles per step, "
-                                f"{1e3 * profile.total / profile.clock:,.1f} ms at "
-                                f"{profile.clock / 1e9:.2f} GHz: {100 * profile.mfu:.1f} % MFU. It "
-                                f"covers {profile.label}; compiling took {profile.seconds:,.0f} s. "
-                                "Nothing was measured"),
+        (
+            "compiler's estimate",
+            f"{million(profile.total)} cycles per step, "
+            f"{1e3 * profile.total / profile.clock:,.1f} ms at "
+            f"{profile.clock / 1e9:.2f} GHz: {100 * profile.mfu:.1f} % MFU. It "
+            f"covers {profile.label}; compiling took {profile.seconds:,.0f} s. "
+            "Nothing was measured",
+        ),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),
-        *(("most cycles" * (not i), f"{million(row.cycles)} {row.kind}: {row.description}")
-          for i, row in enumerate(profile.costliest)),
-    ]  # fmt: skip
+        *(
+            ("most cycles" * (not i), f"{million(row.cycles)} {row.kind}: {row.description}")
+            for i, row in enumerate(profile.costliest)
+        ),
+    ]
     if profile.unknown:
         rows.append(("not counted", f"{profile.unknown} kernels without an estimate"))
     return rows

@@ -71,9 +71,7 @@ class Table(dict[str, Any]):
         """
         parts = calls(field, text, self)
         if len(parts) > 1 and not self.joins:
-            raise ValueError(
-                f"{field} is {text!r}: it takes one name, not {len(parts)} joined by +"
-            )
+            raise ValueError(f"{field} is {text!r}: it takes one name, not {len(parts)} joined by +")
         return [self._bind(field, call, group) for call in parts]
 
     def _bind(self, field: str, call: Call, group: Any) -> functools.partial:

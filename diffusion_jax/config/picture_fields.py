@@ -92,9 +92,7 @@ def values(fields: Sequence[Field], text: str) -> dict[str, float]:
     return found
 
 
-def arrays(
-    fields: Sequence[Field], values: Mapping[str, float], rows: int
-) -> dict[str, Float[np.ndarray, "B"]]:
+def arrays(fields: Sequence[Field], values: Mapping[str, float], rows: int) -> dict[str, Float[np.ndarray, "B"]]:
     """Return a batch's numbers for `rows` pictures that share them. NaN is an unknown number.
 
     `values` holds the known numbers, keyed by Field.key.

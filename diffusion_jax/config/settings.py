@@ -12,16 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import jax.numpy as jnp
 
 from diffusion_jax.config import named, ranges, versions
-from diffusion_jax.config.ranges import (
-    DTYPES,
-    Count,
-    Decay,
-    Interval,
-    Positive,
-    Scale,
-    Share,
-    WholeNumber,
-)
+from diffusion_jax.config.ranges import DTYPES, Count, Decay, Interval, Positive, Scale, Share, WholeNumber
 
 CROPS = ("center", "random")
 LOSS_MASKS = ("", "alpha", "file")

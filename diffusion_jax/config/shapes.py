@@ -50,7 +50,4 @@ def check(buckets: Sequence[Sequence[int]], size: int, unit: int, *, resize: int
                 "smaller sides, so that every bucket fits in memory"
             )
     if len({fractions.Fraction(*bucket) for bucket in buckets}) < len(buckets):
-        raise ValueError(
-            f"data.aspect_buckets is {buckets}: two buckets have the same aspect ratio, so leave "
-            "one out"
-        )
+        raise ValueError(f"data.aspect_buckets is {buckets}: two buckets have the same aspect ratio, so leave one out")

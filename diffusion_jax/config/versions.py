@@ -84,11 +84,7 @@ CHANGES: tuple[Change, ...] = (
     Change(4, "vae.query_chunk"),
     Change(5, "diffusion.precond", "diffusion.predicts"),
     Change(
-        6,
-        "optimizer.accumulate",
-        "optimizer.micro_batch",
-        convert=_micro_batch,
-        value="batch_size / passes / devices",
+        6, "optimizer.accumulate", "optimizer.micro_batch", convert=_micro_batch, value="batch_size / passes / devices"
     ),
     Change(
         7,

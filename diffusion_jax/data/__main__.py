@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             logging.warning("%s", line)
         if doubts and args.strict:
             raise ValueError(
-                f"--strict: the warnings name what looks wrong in {args.path}: mend "
-                "the data, or leave out --strict"
+                f"--strict: the warnings name what looks wrong in {args.path}: mend the data, or leave out --strict"
             )
 
 
@@ -104,9 +103,7 @@ def _copied(args: argparse.Namespace, data: Data, records: Records) -> tuple[Dat
     root = os.path.join(os.path.realpath(records.card["root"]), "")
     inside = data.source == "folder" and os.path.realpath(args.out).startswith(root)
     if inside or (not home.is_home(out) and out.is_dir() and any(out.iterdir())):
-        raise ValueError(
-            f"--out={args.out} is in the data set or holds other files: name a new folder"
-        )
+        raise ValueError(f"--out={args.out} is in the data set or holds other files: name a new folder")
     records.copy(out)
     data = data._replace(path=args.out, source=records.card["rule"]["source"])
     return data, sources.open_records(data)
@@ -148,44 +145,79 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help, **layout)
         command.set_defaults(run=run)
         arg = command.add_argument
-        arg("path", metavar="PATH", help="the data set: a folder, tars, parquet files, what "
-            "import --out wrote, or SOURCE:PATH::TEXT")  # fmt: skip
-        arg("--source", default="", help=f"{', '.join(sources.SOURCES)}, or a module of yours; "
-            "default: guessed from the files")  # fmt: skip
-        arg("--text", default="", help="where the captions are (data.text); default: guessed, or "
-            "txt if --source is given")  # fmt: skip
-        arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
-            help="an entry of data.fields in a config; may be repeated")  # fmt: skip
-        arg("--strict", action="store_true", help="end with exit code 2 if something looks wrong: "
+        arg(
+            "path",
+            metavar="PATH",
+            help="the data set: a folder, tars, parquet files, what import --out wrote, or SOURCE:PATH::TEXT",
+        )
+        arg(
+            "--source",
+            default="",
+            help=f"{', '.join(sources.SOURCES)}, or a module of yours; default: guessed from the files",
+        )
+        arg(
+            "--text",
+            default="",
+            help="where the captions are (data.text); default: guessed, or txt if --source is given",
+        )
+        arg(
+            "--fields",
+            action="append",
+            default=[],
+            metavar="NAME=LOW..HIGH",
+            help="an entry of data.fields in a config; may be repeated",
+        )
+        arg(
+            "--strict",
+            action="store_true",
+            help="end with exit code 2 if something looks wrong: "
             "all captions equal, most of them ids or missing, pointers of Git LFS, a table that is "
-            "not read, captions found by the file name alone; default: warn")  # fmt: skip
+            "not read, captions found by the file name alone; default: warn",
+        )
         return arg
 
     arg = add("import", _import, "Write the table of a data set, which training opens.")
-    arg("--out", default="", help="new folder for the table, which data.path may name; training "
-        "then does not check whether the data have changed; default: beside the data")  # fmt: skip
-    arg = add("attach", _attach, "Join text embeddings in tars with the pictures of a table, by "
-              "their names, without copying.")  # fmt: skip
-    arg("--column", required=True, help="name of the column: --column=t5 is read with "
-        "data.text=t5.npy")  # fmt: skip
-    arg("--from", required=True, dest="stored", metavar="TARS", help="tars of embeddings: .npy, "
+    arg(
+        "--out",
+        default="",
+        help="new folder for the table, which data.path may name; training "
+        "then does not check whether the data have changed; default: beside the data",
+    )
+    arg = add(
+        "attach", _attach, "Join text embeddings in tars with the pictures of a table, by their names, without copying."
+    )
+    arg("--column", required=True, help="name of the column: --column=t5 is read with data.text=t5.npy")
+    arg(
+        "--from",
+        required=True,
+        dest="stored",
+        metavar="TARS",
+        help="tars of embeddings: .npy, "
         ".npz, .safetensors or NeMo's .pickle files; a tar, a folder, a pattern or a "
-        "wdinfo.pkl")  # fmt: skip
+        "wdinfo.pkl",
+    )
     arg("--key", default="", help="array in .pickle files, such as embeddings_t5_xxl/encodings")
     arg("--out", default="", help="new folder for the table, if PATH is not a table")
-    arg = add("edit", _edit, "Leave out pictures of a table. The others keep their order, so a run "
-              "may go on.")  # fmt: skip
-    arg("--leave_out", required=True, metavar="FILE", help="a text file with the name of a picture "
-        "in each line; it replaces the earlier one, so an empty file leaves out none")  # fmt: skip
-    arg = add("show", _show, "Show where the captions of a data set come from, how many are "
-              "different, and what was left out.")  # fmt: skip
-    arg("--by", choices=[*_SECTIONS], help="print only how many pictures have their caption from "
-        "each origin, or how many files were left out for each reason")  # fmt: skip
+    arg = add("edit", _edit, "Leave out pictures of a table. The others keep their order, so a run may go on.")
+    arg(
+        "--leave_out",
+        required=True,
+        metavar="FILE",
+        help="a text file with the name of a picture "
+        "in each line; it replaces the earlier one, so an empty file leaves out none",
+    )
+    arg = add(
+        "show", _show, "Show where the captions of a data set come from, how many are different, and what was left out."
+    )
+    arg(
+        "--by",
+        choices=[*_SECTIONS],
+        help="print only how many pictures have their caption from "
+        "each origin, or how many files were left out for each reason",
+    )
     arg("--left_out", action="store_true", help="print each left-out file with its reason")
-    arg("--row", default="", metavar="NAME", help="print all that is known of a picture, or why a "
-        "file was left out")  # fmt: skip
-    arg("--sheet", default="", metavar="FILE.png", help="write a sheet of 32 random pictures with "
-        "their captions")  # fmt: skip
+    arg("--row", default="", metavar="NAME", help="print all that is known of a picture, or why a file was left out")
+    arg("--sheet", default="", metavar="FILE.png", help="write a sheet of 32 random pictures with their captions")
     return parser
 
 

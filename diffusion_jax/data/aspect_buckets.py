@@ -82,9 +82,7 @@ def nearest(sizes: Int[np.ndarray, "N 2"], buckets: Sequence[Shape]) -> Int[np.n
     return distances.argmin(1)
 
 
-def cropped_away(
-    sizes: Int[np.ndarray, "N 2"], shapes: Int[np.ndarray, "N 2"]
-) -> Float[np.ndarray, "N"]:
+def cropped_away(sizes: Int[np.ndarray, "N 2"], shapes: Int[np.ndarray, "N 2"]) -> Float[np.ndarray, "N"]:
     """Return the share of each picture's area that cropping removes, from 0 to 1.
 
     Args:
@@ -102,14 +100,12 @@ def described(buckets: Buckets, sizes: Int[np.ndarray, "N 2"]) -> str:
     """
     shares = [count / max(len(sizes), 1) for count in buckets.counts]
     shapes = ", ".join(
-        f"{height}x{width} ({share:.0%})"
-        for (height, width), share in zip(buckets.shapes, shares, strict=True)
+        f"{height}x{width} ({share:.0%})" for (height, width), share in zip(buckets.shapes, shares, strict=True)
     )
     away = cropped_away(sizes, np.array(buckets.shapes)[buckets.bucket]).mean()
     square = cropped_away(sizes, np.ones_like(sizes)).mean()
     return (
-        f"pictures by height x width: {shapes}; cropping removes {away:.1%} of their area "
-        f"(square crops: {square:.1%})"
+        f"pictures by height x width: {shapes}; cropping removes {away:.1%} of their area (square crops: {square:.1%})"
     )
 
 

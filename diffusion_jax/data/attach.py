@@ -28,8 +28,7 @@ from diffusion_jax.logs import progress
 _READ = 64  # Number of embeddings that are read together.
 _NAMED = 2**14  # Number of pictures whose names are held in memory together.
 _FORMATS = {"npy": 0, "npz": 1, "safetensors": 2, "pickle": 3, "pkl": 3}  # By suffix.
-_ROW = np.dtype([("hash", sorted_tables.KEY), ("tar", "i4"), ("format", "i4"), ("at", "i8"),
-                 ("size", "i8")])  # fmt: skip
+_ROW = np.dtype([("hash", sorted_tables.KEY), ("tar", "i4"), ("format", "i4"), ("at", "i8"), ("size", "i8")])
 """An embedding: a hash of its name without suffix, its place, and the number of its format."""
 
 
@@ -101,9 +100,7 @@ class _Embeddings:
                 self.damaged.append(f"{self._tars[number]} ({lost} files or more are lost)")
             of_tar = [
                 (_hash(stem), number, _FORMATS[last], at, size)
-                for name, (at, size) in zip(
-                    tars.unpack(index.names), index.span.tolist(), strict=True
-                )
+                for name, (at, size) in zip(tars.unpack(index.names), index.span.tolist(), strict=True)
                 for stem, suffix in [tars.split(name)]
                 if (last := suffix.rpartition(".")[2]) in _FORMATS
             ]

@@ -107,9 +107,7 @@ def join(parts: Iterable[tuple[Any, float]]) -> Any:
     return Captions(texts, tuple(weight / sum(weights) for weight in weights))
 
 
-def with_origins(
-    parts: Iterable[tuple[Any, float, str | Sequence[str]]],
-) -> tuple[Any, list[str]]:
+def with_origins(parts: Iterable[tuple[Any, float, str | Sequence[str]]]) -> tuple[Any, list[str]]:
     """Join (text, weight, origin) triples; return the text, and the origin of each caption in it.
 
     If the captions of one text have several origins, they are a list. The origin of an Unusable
@@ -118,8 +116,7 @@ def with_origins(
     parts = list(parts)
     text = join((of, weight) for of, weight, _ in parts)
     failed = isinstance(text, Unusable)
-    used = [(of, origin) for of, _, origin in parts
-            if (of is text if failed else not isinstance(of, Unusable))]  # fmt: skip
+    used = [(of, origin) for of, _, origin in parts if (of is text if failed else not isinstance(of, Unusable))]
     each = lambda of, origin: [origin] * len(every(of)) if isinstance(origin, str) else origin
     return text, [origin for of, origins in used for origin in each(of, origins)]
 
@@ -133,10 +130,7 @@ def long_enough(text: Any, min_chars: int) -> Any:
     kept = [pair for pair in pairs if not isinstance(pair[0], str) or len(pair[0]) >= min_chars]
     if not kept:
         longest = max(every(text), key=len)
-        raise Unusable(
-            "short_caption",
-            f"{longest!r} has {len(longest)} characters, data.min_chars is {min_chars}",
-        )
+        raise Unusable("short_caption", f"{longest!r} has {len(longest)} characters, data.min_chars is {min_chars}")
     return join(kept)
 
 
@@ -150,9 +144,7 @@ def first(text: Any) -> Any:
     return every(text)[0]
 
 
-def chosen(
-    texts: Iterable[Any], seed: int, samples: Iterable[int], tags: Tags = ALL_TAGS
-) -> list[Any]:
+def chosen(texts: Iterable[Any], seed: int, samples: Iterable[int], tags: Tags = ALL_TAGS) -> list[Any]:
     """Return one text for each sample, with its tags, by the seed and the sample's number."""
     rng, samples = lambda number, use: np.random.default_rng((seed, number, use)), list(samples)
     choices = [

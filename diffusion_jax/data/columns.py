@@ -193,16 +193,11 @@ def read_identity(path: pathlib.Path, kind: Kind) -> Identity:
         command = kind.make(path)
         raise FileNotFoundError(f"{path} {problem}: check the path, or make it with{command}")
     if card.get("version") != _VERSION:
-        raise ValueError(
-            f"{path} is damaged, or another version wrote it: make it again with"
-            f"{kind.make('NEW_FOLDER')}"
-        )
+        raise ValueError(f"{path} is damaged, or another version wrote it: make it again with{kind.make('NEW_FOLDER')}")
     return card["identity"]
 
 
-def check_identity(
-    path: str | os.PathLike[str], stored: Identity, wanted: Identity, kind: Kind
-) -> None:
+def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity, kind: Kind) -> None:
     """Raise ValueError if a column's identity `stored` differs from `wanted`.
 
     `path` is its folder. Settings that `wanted` lacks are not compared.
@@ -244,8 +239,7 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
         present = {name for name, sound in zip(present, whole, strict=True) if sound}
     kept = [name for name in listed if name in present]
     if len(kept) < len(listed):
-        logging.warning("%d chunks of %s are missing or damaged: computing them again",
-                        len(listed) - len(kept), path)  # fmt: skip
+        logging.warning("%d chunks of %s are missing or damaged: computing them again", len(listed) - len(kept), path)
     _, first = np.unique(items["key"], return_index=True)
     new = items[np.sort(first)]
     new = new[~np.isin(new["key"], _keys(open_safetensors(path / name) for name in kept))]
@@ -255,10 +249,14 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
     files.write_whole(plan, new.tobytes())
     stage = _Stage(path, plan, work._replace(engine=ALONE))
     work.engine.fill(
-        range(len(names)), lambda chunk: path / names[chunk], stage.write, noun=work.noun,
-        name="encoding", size=lambda chunk: min(work.size, len(new) - chunk * work.size),
+        range(len(names)),
+        lambda chunk: path / names[chunk],
+        stage.write,
+        noun=work.noun,
+        name="encoding",
+        size=lambda chunk: min(work.size, len(new) - chunk * work.size),
         read=stage.read,
-    )  # fmt: skip
+    )
     return _finish(path, list(dict.fromkeys([*kept, *names])))
 
 
@@ -333,12 +331,15 @@ def _finish(path: pathlib.Path, names: Sequence[str]) -> Filled:
     chunk_of = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
     starts = np.cumsum(lengths) - lengths
     sizes = np.array([(path / name).stat().st_size for name in names], np.int64)
-    index = _saved({
-        "keys": keys.view(np.uint8).reshape(-1, KEY_SIZE),
-        "chunk": (number := chunk_of[first]), "at": (first - starts[number]).astype(np.int32),
-        "names": np.frombuffer(bytes.fromhex("".join(map(_stem, names))), np.uint8),
-        "bytes": sizes,
-    })  # fmt: skip
+    index = _saved(
+        {
+            "keys": keys.view(np.uint8).reshape(-1, KEY_SIZE),
+            "chunk": (number := chunk_of[first]),
+            "at": (first - starts[number]).astype(np.int32),
+            "names": np.frombuffer(bytes.fromhex("".join(map(_stem, names))), np.uint8),
+            "bytes": sizes,
+        }
+    )
     files.write_whole(path / INDEX, index)
     used = set(names)
     for file in path.iterdir():

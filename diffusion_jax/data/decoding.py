@@ -121,9 +121,7 @@ def _check_size(image: Image.Image, min_size: int, max_aspect: float) -> None:
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, data.min_size is {min_size}")
     if max_aspect and max(image.size) > max_aspect * min(image.size):
-        raise Unusable(
-            "too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}"
-        )
+        raise Unusable("too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}")
 
 
 def _cropped(
@@ -192,9 +190,7 @@ def _open(data: bytes, reason: str = "broken_image") -> Image.Image:
         raise Unusable(reason, f"{type(error).__name__}: {error}") from error
 
 
-def _decode(
-    image: Image.Image, size: int, resize: Callable[[Image.Image], Image.Image]
-) -> Image.Image:
+def _decode(image: Image.Image, size: int, resize: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """Return the resized image in sRGB. `size` is the largest side that `resize` may need."""
     try:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
@@ -206,10 +202,7 @@ def _decode(
 
 
 def _resize(
-    image: Image.Image,
-    smallest: tuple[int, int],
-    shape: tuple[int, int],
-    place: tuple[float, float],
+    image: Image.Image, smallest: tuple[int, int], shape: tuple[int, int], place: tuple[float, float]
 ) -> Image.Image:
     """Resize an image until it just covers `smallest`, and crop it to `shape`.
 
@@ -224,8 +217,6 @@ def _resize(
     # The box is the crop in the original image. Pillow's filter reads beyond the box's edges.
     steps = [before / after for before, after in zip(image.size, sides, strict=True)]
     left, top = (first * step for first, step in zip(firsts, steps, strict=True))
-    right, bottom = (
-        (first + crop) * step for first, step, crop in zip(firsts, steps, size, strict=True)
-    )
+    right, bottom = ((first + crop) * step for first, step, crop in zip(firsts, steps, size, strict=True))
     box = (left, top, min(right, image.width), min(bottom, image.height))
     return image.resize(size, Image.Resampling.BICUBIC, box=box)

@@ -18,10 +18,12 @@ from diffusion_jax.config.settings import EMBEDDINGS, TEXTS
 from diffusion_jax.files import untrusted
 
 _ARRAYS = {
-    ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
     *((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")),
     *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-}  # fmt: skip
+}
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
@@ -50,8 +52,7 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
         raise ValueError(f"cannot read the embeddings {name}: {error}") from error
     if array.ndim != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"the embeddings {name} are {array.dtype}{list(array.shape)}: "
-            "they must be a float array [tokens, width]"
+            f"the embeddings {name} are {array.dtype}{list(array.shape)}: they must be a float array [tokens, width]"
         )
     array = array.astype(np.float32)
     if not np.isfinite(array).all():
@@ -105,9 +106,7 @@ def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
     names = [name for name in arrays if name == key or (not key and _last(name) == "encodings")]
     names = names or ([] if key else list(arrays))
     if len(names) != 1:
-        raise ValueError(
-            f"the pickle holds {', '.join(arrays) or 'no arrays'}: choose one array with --key"
-        )
+        raise ValueError(f"the pickle holds {', '.join(arrays) or 'no arrays'}: choose one array with --key")
     array = arrays[names[0]]
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
         actual = f"{array.dtype}{list(array.shape)}"

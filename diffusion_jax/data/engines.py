@@ -140,9 +140,7 @@ class Beam(NamedTuple):
             files.remove_tree(counted)
         return total
 
-    def _run_all(
-        self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str
-    ) -> None:
+    def _run_all(self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str) -> None:
         """Run Beam, and run it again for missing items if the last attempt wrote some items.
 
         Raises OSError if items are missing after _ATTEMPTS attempts, or if an attempt writes none.
@@ -156,13 +154,10 @@ class Beam(NamedTuple):
                 remaining = [i for i in before if not _counts_of(counted, i).exists()]
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
                 if attempt == _ATTEMPTS or len(remaining) == len(before):
-                    raise OSError(
-                        f"Beam did not finish {len(remaining)} of {len(items)} {noun}: {reason}"
-                    ) from error
+                    raise OSError(f"Beam did not finish {len(remaining)} of {len(items)} {noun}: {reason}") from error
                 logging.warning(
-                    "Beam stopped (%s): running it again for the remaining %d %s",
-                    reason, len(remaining), noun,
-                )  # fmt: skip
+                    "Beam stopped (%s): running it again for the remaining %d %s", reason, len(remaining), noun
+                )
 
     def _run(self, items: Sequence[int], run: Callable[[int], None]) -> None:
         # An optional and large dependency.
@@ -231,8 +226,7 @@ def of(args: Any) -> Engine:
         return beam(args.beam_options)
     if args.beam_options:
         raise ValueError(
-            f"--beam_options={args.beam_options} is for --engine=beam: add --engine=beam, or "
-            "remove --beam_options"
+            f"--beam_options={args.beam_options} is for --engine=beam: add --engine=beam, or remove --beam_options"
         )
     return share(*numbers) if hasattr(args, "worker") else Worker()
 
@@ -260,9 +254,7 @@ def share(worker: int | None, workers: int | None) -> Worker:
     workers = workers or jax.process_count()
     worker = jax.process_index() if worker is None else worker
     if worker >= workers:
-        raise ValueError(
-            f"--worker={worker} of --workers={workers}: the index must be from 0 to {workers - 1}"
-        )
+        raise ValueError(f"--worker={worker} of --workers={workers}: the index must be from 0 to {workers - 1}")
     return Worker(worker, workers)
 
 

@@ -20,8 +20,7 @@ from diffusion_jax.data.table import Table
 from diffusion_jax.files import untrusted
 
 # Text fields that never hold captions.
-_OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message",
-          "sha256", "exif")  # fmt: skip
+_OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
@@ -52,9 +51,13 @@ def guess(path: str, text: str = "") -> Data:
         table = Table(path)
         rule, is_bare = table.card["rule"], len(table.bare()) == len(table)
         return Data(
-            rule["source"], path, text or rule["text"], uncaptioned="empty" if is_bare else "drop",
-            fields=tuple(rule.get("ranges", ())), loss_mask="file" if rule.get("mask") else "",
-        )  # fmt: skip
+            rule["source"],
+            path,
+            text or rule["text"],
+            uncaptioned="empty" if is_bare else "drop",
+            fields=tuple(rule.get("ranges", ())),
+            loss_mask="file" if rule.get("mask") else "",
+        )
     if path.endswith((".tar", ".pkl")) or "{" in path or storage.is_url(path):
         return _of_tars(path, text)
     root = pathlib.Path(records.split_of(path)[0])
@@ -63,10 +66,12 @@ def guess(path: str, text: str = "") -> Data:
     if root.is_file() and kind in ("csv", "tsv", "jsonl"):
         errors: list[ValueError] = []
         if not (text := text or next(_of_tables([root], errors), "")):
-            raise next(iter(errors), ValueError(
-                f"{path} has no column file_name or no column of captions: add it, or name the "
-                "captions with --text"
-            ))  # fmt: skip
+            raise next(
+                iter(errors),
+                ValueError(
+                    f"{path} has no column file_name or no column of captions: add it, or name the captions with --text"
+                ),
+            )
         return _data("folder", path, text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
@@ -103,8 +108,7 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
         except ValueError as error:
             errors.append(error)
     if not counts and packed and (packed[0] != "parquet" or _has_pictures(files)):
-        logging.info("the %d pictures in %s have no captions: reading the other files instead",
-                     len(images), path)  # fmt: skip
+        logging.info("the %d pictures in %s have no captions: reading the other files instead", len(images), path)
         return _of_packed(packed[0], path, root, text)
     if errors and not counts:
         raise errors[0]
@@ -171,10 +175,12 @@ def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Ite
                         yield field
                         break
                 elif likely := rows.likely(next(iter(table), {})):
-                    errors.append(ValueError(
-                        f"{file} has the column {likely[0]!r}, but no column of image names: call "
-                        "this column file_name, or move the table to another folder"
-                    ))  # fmt: skip
+                    errors.append(
+                        ValueError(
+                            f"{file} has the column {likely[0]!r}, but no column of image names: call "
+                            "this column file_name, or move the table to another folder"
+                        )
+                    )
             except ValueError as error:
                 if suffix != ".json":
                     errors.append(error)
@@ -229,9 +235,7 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
             f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: write its data source "
             f"before it, as in SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
-    training = [
-        f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))
-    ]
+    training = [f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))]
     split = "" if "@" in path or not training or training == files == [root] else "@train"
     is_split = saved and files[0].parent == root  # The path names the folder of one split.
     errors: list[ValueError] = []
@@ -272,15 +276,19 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
         return ":".join(filter(None, (kind, *first)))
     example = ":".join(filter(None, (kind, *list(texts)[:1])))
     if others:
-        errors.append(ValueError(
-            f"{place} holds objects in the field {next(iter(others))}: write a text, or a list of "
-            "texts" + f", or name another field, as in --text={example}" * bool(texts)
-        ))  # fmt: skip
+        errors.append(
+            ValueError(
+                f"{place} holds objects in the field {next(iter(others))}: write a text, or a list of "
+                "texts" + f", or name another field, as in --text={example}" * bool(texts)
+            )
+        )
     elif texts:
-        errors.append(ValueError(
-            f"{place} has no field of captions, as far as its names and values tell, but "
-            f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}"
-        ))  # fmt: skip
+        errors.append(
+            ValueError(
+                f"{place} has no field of captions, as far as its names and values tell, but "
+                f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}"
+            )
+        )
     return ""
 
 
@@ -316,9 +324,8 @@ def _cells(path: pathlib.Path) -> list[dict[str, Any]]:
     is_arrow = path.suffix == ".arrow"
     try:
         opened: Any = (
-            pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) if is_arrow
-            else pyarrow.parquet.ParquetFile(path)
-        )  # fmt: skip
+            pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) if is_arrow else pyarrow.parquet.ParquetFile(path)
+        )
         schema = opened.schema if is_arrow else opened.schema_arrow
         kinds = {f.name: str(f.type) for f in schema if "bytes: " not in str(f.type)}
         names = [name for name in kinds if "string" in kinds[name] or rows.likely([name])]

@@ -154,9 +154,7 @@ def _newest(source: Source, name: str) -> Table:
     return _import({}, source, seen, stamps)
 
 
-def _download(
-    shared: files.Remote, folder: pathlib.Path, source: Source, seen: str
-) -> Table | None:
+def _download(shared: files.Remote, folder: pathlib.Path, source: Source, seen: str) -> Table | None:
     """Copy a table from a bucket and return it, or None if it is missing or out of date."""
     # Any error means that there is none, or that only the data may be read.
     with contextlib.suppress(Exception):  # A damaged card can raise anything.
@@ -176,9 +174,7 @@ def _upload(folder: pathlib.Path, found: Table, shared: files.Remote) -> None:
         for name in (*table.files_of(found.card), table.CARD):
             (shared / name).send(folder / name)
     except OSError as error:
-        logging.warning(
-            "the table of the data cannot be uploaded, so each machine makes its own: %s", error
-        )
+        logging.warning("the table of the data cannot be uploaded, so each machine makes its own: %s", error)
 
 
 def is_home(path: str | os.PathLike[str]) -> bool:
@@ -208,9 +204,7 @@ def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None
     found = Table(path, card=card)
     root = found.card["root"]
     if not tars.is_trusted(files.path(path) / card, root):
-        raise ValueError(
-            f"{path} is a table by a user who owns neither it nor {root}: import the data yourself"
-        )
+        raise ValueError(f"{path} is a table by a user who owns neither it nor {root}: import the data yourself")
     for name, value in rule.items():
         if (imported := found.card["rule"].get(name)) != value:
             raise ValueError(
@@ -221,8 +215,7 @@ def saved(path: str | os.PathLike[str], rule: Mapping[str, Any]) -> Table | None
     for place in found.places([0, len(found) - 1] if len(found) else []):
         if not files.path(place.file).exists():
             raise FileNotFoundError(
-                f"{path} is a table of the data in {root}, but {place.file} is missing: import the "
-                "data again"
+                f"{path} is a table of the data in {root}, but {place.file} is missing: import the data again"
             )
     return found
 
@@ -245,13 +238,12 @@ def cards(path: str | os.PathLike[str]) -> list[str]:
     return [table.CARD, *sorted(name for name in names if name.startswith("column-"))]
 
 
-def _import(
-    place: pathlib.Path | dict[str, bytes], source: Source, seen: str, stamps: Mapping[str, str]
-) -> Table:
+def _import(place: pathlib.Path | dict[str, bytes], source: Source, seen: str, stamps: Mapping[str, str]) -> Table:
     """Write the table into a folder, or into a dictionary that stays in memory."""
     left = copy.deepcopy(source.left)  # A full disk leads to a second import.
-    table.write(place, source.rows(left), left, root=source.root, rule=source.rule,
-                facts=source.facts, seen=seen, stamps=stamps)  # fmt: skip
+    table.write(
+        place, source.rows(left), left, root=source.root, rule=source.rule, facts=source.facts, seen=seen, stamps=stamps
+    )
     return Table(place)
 
 
@@ -306,13 +298,13 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
     logging.info(
         "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
         "--continue_from also uses them",
-        max(came, came + len(own.bare()) - len(found.bare())), source.root, len(own),
-    )  # fmt: skip
+        max(came, came + len(own.bare()) - len(found.bare())),
+        source.root,
+        len(own),
+    )
 
 
-def _open(
-    folder: pathlib.Path, source: Source, seen: str | None, card: str = table.CARD
-) -> Table | None:
+def _open(folder: pathlib.Path, source: Source, seen: str | None, card: str = table.CARD) -> Table | None:
     """Return the table in a folder, or None if it is missing, foreign, damaged or out of date.
 
     If `seen` is None, it may be out of date.

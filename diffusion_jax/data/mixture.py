@@ -14,12 +14,7 @@ from diffusion_jax.data.pictures import Columns, PictureArray, Pictures
 class Mixture(Pictures):
     """A concatenation of several sources. The pipeline draws from each according to its weight."""
 
-    def __init__(
-        self,
-        parts: Sequence[Pictures],
-        weights: Sequence[float | int],
-        counts: Sequence[float | int] = (),
-    ):
+    def __init__(self, parts: Sequence[Pictures], weights: Sequence[float | int], counts: Sequence[float | int] = ()):
         """Concatenate the sources of a mixture.
 
         Args:
@@ -57,18 +52,14 @@ class Mixture(Pictures):
         images, texts, *_ = self.columns(indices, places)
         return images, texts
 
-    def columns(
-        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> Columns:
+    def columns(self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None) -> Columns:
         """Read each picture, its text, numbers and mask from the source that holds it."""
         images: Any = None
         mask: Any = None
         texts: list[Any] = [None] * len(indices)
         numbers = collections.defaultdict[str, Any](lambda: np.full(len(indices), np.nan))
         for part, rows, inside in self._split(indices):
-            read, captions, of_part, masks = part.columns(
-                inside, None if places is None else places[rows]
-            )
+            read, captions, of_part, masks = part.columns(inside, None if places is None else places[rows])
             if images is None:
                 images = np.empty((len(indices), *read.shape[1:]), read.dtype)
                 mask = None if masks is None else np.empty(images.shape[:3], masks.dtype)

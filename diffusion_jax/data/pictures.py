@@ -93,8 +93,7 @@ class Pictures(abc.ABC):
     def _no_sizes(self) -> ValueError:
         name = type(self).__name__
         return ValueError(
-            f"all pictures of {name} have one size, so aspect buckets have no use: set "
-            "data.aspect_buckets=()"
+            f"all pictures of {name} have one size, so aspect buckets have no use: set data.aspect_buckets=()"
         )
 
     @abc.abstractmethod
@@ -113,9 +112,7 @@ class Pictures(abc.ABC):
             each.
         """
 
-    def columns(
-        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> Columns:
+    def columns(self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None) -> Columns:
         """Return what `read` returns, and the numbers of data.fields. The base class has none."""
         return Columns(*self.read(indices, places), {})
 
@@ -289,9 +286,7 @@ class DecodedPictures(Pictures):
         images, texts, *_ = self.columns(indices, places)
         return images, texts
 
-    def columns(
-        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> Columns:
+    def columns(self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None) -> Columns:
         """Decode pictures and return them with their texts and numbers; see `read`."""
         images, texts, numbers, _ = zip(*self._read(indices, places), strict=True)
         named = {f.name: np.array([of[f.name] for of in numbers]) for f in self._fields}

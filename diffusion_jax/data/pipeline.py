@@ -189,8 +189,7 @@ class Batches:
             )
         if changed:
             logging.warning(
-                "%s differs from that of the saved position: files of the data set were edited",
-                " and ".join(changed),
+                "%s differs from that of the saved position: files of the data set were edited", " and ".join(changed)
             )
         index, first = divmod(samples, self._batch_size)
         if first != self._first:
@@ -206,9 +205,8 @@ class Batches:
             back: 0 for the batch returned last, 1 for the one before it, and so on.
         """
         order = _batch_order(
-            self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets,
-            first=self._first,
-        )  # fmt: skip
+            self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets, first=self._first
+        )
         index = (self._sample(back) - self._first) // self._batch_size
         return order[index][np.array(rows)]
 
@@ -254,8 +252,10 @@ def training_batches(
         if not tags.change(pictures.texts(rows)):
             logging.warning(
                 "data.shuffle_tags and data.tag_drop_prob change none of %d captions: no comma "
-                "follows their first %d tags", len(rows), max(keep_tags, 1)
-            )  # fmt: skip
+                "follows their first %d tags",
+                len(rows),
+                max(keep_tags, 1),
+            )
     batches = make_batches(
         pictures,
         tokenize,

@@ -64,16 +64,13 @@ def read(
         return texts
     if number > len(texts):
         raise ValueError(
-            f"{path} holds {len(texts)} prompts, fewer than the requested {number}: request "
-            "fewer, or add prompts"
+            f"{path} holds {len(texts)} prompts, fewer than the requested {number}: request fewer, or add prompts"
         )
     chosen = np.random.RandomState(seed).permutation(len(texts))[:number]
     return [texts[i] for i in sorted(chosen)]
 
 
-def numbers(
-    path: str | os.PathLike[str], fields: Sequence[Field]
-) -> dict[str, Float[np.ndarray, "N"]]:
+def numbers(path: str | os.PathLike[str], fields: Sequence[Field]) -> dict[str, Float[np.ndarray, "N"]]:
     """Return the columns of fields in a table of N prompts, keyed by Field.key.
 
     An empty cell is NaN. Columns that the table lacks are left out; so the result is {} for a file
@@ -172,9 +169,7 @@ def _captions(named: Records, every: bool) -> Iterator[tuple[str, str]]:
                 yield place, each if isinstance(each, str) else ""
 
 
-def _column(
-    name: str, table: Iterable[tuple[str, Mapping[str, Any]]], column: str
-) -> Iterator[tuple[str, str]]:
+def _column(name: str, table: Iterable[tuple[str, Mapping[str, Any]]], column: str) -> Iterator[tuple[str, str]]:
     """Yield the prompts in a column of a table.
 
     If `column` is "", this is the column "caption" or, without it, the only other one with a common

@@ -107,8 +107,7 @@ def _read_records(places: Sequence[Place]) -> dict[Place, bytes | Unusable]:
 
 def _ranges(group: Sequence[Place]) -> list[tuple[str, int, int]]:
     """Return the byte ranges (path, first, last + 1) to read for a group."""
-    spans = [(p.file, p.at - tars.BLOCK * (p.kind == TAR), p.at + p.size)
-             for p in group if p.kind in (TAR, BYTES)]  # fmt: skip
+    spans = [(p.file, p.at - tars.BLOCK * (p.kind == TAR), p.at + p.size) for p in group if p.kind in (TAR, BYTES)]
     ranges: list[tuple[str, int, int]] = []
     for file, first, last in sorted(spans):
         if ranges and file == ranges[-1][0] and first - ranges[-1][2] < _GAP:

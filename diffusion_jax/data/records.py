@@ -21,9 +21,30 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
 from diffusion_jax.files import untrusted
 
-KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
-              "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
-              "log")  # fmt: skip
+KNOWN = (
+    "txt",
+    "caption",
+    "json",
+    "jsonl",
+    "csv",
+    "tsv",
+    "parquet",
+    "cls",
+    "id",
+    "npy",
+    "npz",
+    "safetensors",
+    "pickle",
+    "pkl",
+    "pt",
+    "index",
+    "md",
+    "html",
+    "xml",
+    "yaml",
+    "yml",
+    "log",
+)
 """Suffixes of files that often lie beside images: texts, tables, arrays and notes."""
 _LINES = "lines"  # The field of a text file with one caption per line.
 HEAD = 2**16
@@ -176,9 +197,7 @@ def check_text(text: str, tables: Collection[str] = ()) -> list[Alternative]:
         last = suffix.rsplit(".")[-1]
         if last in ("json", *tables):
             if not field:
-                raise ValueError(
-                    f"data.text is {text!r}: add the field's name, such as {name}:caption"
-                )
+                raise ValueError(f"data.text is {text!r}: add the field's name, such as {name}:caption")
         elif field and (last not in TEXTS or field != _LINES):
             raise ValueError(
                 f"data.text is {text!r}: a colon and a field may only follow "
@@ -234,8 +253,7 @@ def check_places(fields: Sequence[Field], kinds: Collection[str]) -> None:
         if field.place and field.place not in kinds:
             advice = f"use {' or '.join(kinds)}" if kinds else "leave out the kind"
             raise ValueError(
-                f"data.fields has {field.place}:{field.name}, which this data source cannot read: "
-                f"{advice}"
+                f"data.fields has {field.place}:{field.name}, which this data source cannot read: {advice}"
             )
 
 
@@ -343,9 +361,7 @@ def image_column(columns: Sequence[str], name: str) -> str:
     """
     column = "image" if "image" in columns else columns[0]
     if len(columns) > 1:
-        logging.warning(
-            "%s has several image columns (%s): reading %s", name, ", ".join(columns), column
-        )
+        logging.warning("%s has several image columns (%s): reading %s", name, ", ".join(columns), column)
     return column
 
 
@@ -372,9 +388,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     if not missing:
         for path in paths:
             if path.lower().endswith(".zip") and not storage.is_folder(path):
-                raise ValueError(
-                    f"{path} is a zip file, which is not read: unpack it into a folder"
-                )
+                raise ValueError(f"{path} is a zip file, which is not read: unpack it into a folder")
         return
     message = f"no data at {_some(missing[:3], len(missing))}: check the path"
     if not storage.is_url(missing[0]):
@@ -403,8 +417,7 @@ def check_any(num_images: int, place: Any, suffixes: Collection[str], images: st
         advice = ", or read the tars with data.source=webdataset" if "tar" in suffixes else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
         endings = {suffix: suffix.rpartition(".") for suffix in suffixes}
-        dotted = [s for s, (_, dot, last) in endings.items()
-                  if dot and last in untrusted.image_suffixes()]  # fmt: skip
+        dotted = [s for s, (_, dot, last) in endings.items() if dot and last in untrusted.image_suffixes()]
         if dotted:
             advice += (
                 f", or rename the files that end in .{min(dotted)}: in a tar, the name of a record "
@@ -413,18 +426,12 @@ def check_any(num_images: int, place: Any, suffixes: Collection[str], images: st
         for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
             advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(
-            f"no images in {place}: looked for {images} and found {others or 'no files at all'}; "
-            f"check the path{advice}"
+            f"no images in {place}: looked for {images} and found {others or 'no files at all'}; check the path{advice}"
         )
 
 
 def check_captions(
-    num_bare: int,
-    first: Sequence[str],
-    num_images: int,
-    text: str,
-    uncaptioned: str,
-    suffixes: Iterable[str],
+    num_bare: int, first: Sequence[str], num_images: int, text: str, uncaptioned: str, suffixes: Iterable[str]
 ) -> None:
     """Check that every image has a text, or that data.uncaptioned drops images without one.
 
@@ -442,8 +449,7 @@ def check_captions(
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(
-            f"data.uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or, for a "
-            "folder, 'empty'"
+            f"data.uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or, for a folder, 'empty'"
         )
     if num_bare and (uncaptioned != "drop" or num_bare == num_images):
         raise ValueError(

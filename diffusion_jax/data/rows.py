@@ -104,8 +104,7 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
         if len(cells) != width:
             advice = "; quote a cell that holds a separator" if len(cells) > width else ""
             raise ValueError(
-                f"{place} has {len(cells)} cells, but the first line names {width} columns: "
-                f"{shown(cells)}{advice}"
+                f"{place} has {len(cells)} cells, but the first line names {width} columns: {shown(cells)}{advice}"
             )
         if any(cells):
             yield place, {n: cell for n, cell in zip(header, cells, strict=True) if n}
@@ -232,8 +231,7 @@ def _coco_images(path: pathlib.Path, listed: Sequence[Any]) -> dict[str, Any]:
         number, name = image.get("id"), image.get("file_name")
         if number is None:
             raise ValueError(
-                f"{path}: the image {shown(name)} has no id, so no annotation can name it: add its "
-                "id, or remove it"
+                f"{path}: the image {shown(name)} has no id, so no annotation can name it: add its id, or remove it"
             )
         if images.setdefault(str(number), name) != name:
             raise ValueError(
@@ -327,6 +325,9 @@ def _size(column: Any) -> int:
 
 READERS = {
     # Excel writes semicolons where a comma is the decimal point.
-    ".csv": lambda path: _separated(path, ",;|\t"), ".tsv": lambda path: _separated(path, "\t"),
-    ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet,
-}  # fmt: skip
+    ".csv": lambda path: _separated(path, ",;|\t"),
+    ".tsv": lambda path: _separated(path, "\t"),
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".parquet": _parquet,
+}

@@ -70,16 +70,19 @@ def about(table: Table, name: str) -> list[tuple[str, str]]:
     if not found and not reasons:
         close = [f": did you mean {n}?" for n in difflib.get_close_matches(name, names, 1)]
         raise ValueError(
-            f"--row={name}: no picture has this name, and no file of this name was left out"
-            + "".join(close)
+            f"--row={name}: no picture has this name, and no file of this name was left out" + "".join(close)
         )
     if (number := max(len(named), len(found))) > 1:
         raise ValueError(f"--row={name} names {number} pictures: write {known}")
     rows = [("name", known)]
     if found:
         row, [record], [place] = whole.row(found[0]), whole.read(found), whole.places(found)
-        rows = [("name", row.name), ("key", str(row.key)), ("place", _placed(place)),
-                ("picture", _picture(record.image, record.text))]  # fmt: skip
+        rows = [
+            ("name", row.name),
+            ("key", str(row.key)),
+            ("place", _placed(place)),
+            ("picture", _picture(record.image, record.text)),
+        ]
         texts = captions.every(record.text)
         weights = getattr(record.text, "weights", (1.0,))
         origins = [*row.origins, *[""] * (len(texts) - len(row.origins))]
@@ -141,9 +144,7 @@ def doubts(records: Records) -> list[str]:
     texts, unreadable = _count_texts(table)
     blank = texts.pop("", 0)
     total = texts.total()
-    found = [
-        *_lacking(table, blank), *_pointers(table, unreadable), *_unread(table), *_by_name(table)
-    ]  # fmt: skip
+    found = [*_lacking(table, blank), *_pointers(table, unreadable), *_unread(table), *_by_name(table)]
     if total > 1 and len(texts) == 1:
         found.append(
             f"all {total:,} captions are {_short(next(iter(texts)))}: a model learns nothing from "
@@ -166,8 +167,9 @@ def _lacking(table: Table, blank: int) -> Iterable[str]:
     bare, inventory = table.bare(), table.inventory()
     entries = list(table.distinct("text"))
     more = sum(count for _, count, _ in entries) - (len(table) - len(bare))
-    missing = [(count, row) for text, count, row in entries
-               if isinstance(text, Unusable) and text.reason == "no_caption"]  # fmt: skip
+    missing = [
+        (count, row) for text, count, row in entries if isinstance(text, Unusable) and text.reason == "no_caption"
+    ]
     lacking = len(bare) + inventory.counts["no_caption"] + max(0, blank - more)
     lacking += sum(count for count, _ in missing)
     pictures = len(table) + inventory.counts["no_caption"]
@@ -186,8 +188,11 @@ def _lacking(table: Table, blank: int) -> Iterable[str]:
 def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> Iterable[str]:
     """Look into the texts and into at most 1,000 picture files for pointers of Git LFS."""
     rows = draw(len(table), min(_LOOKED, len(table)), 0)
-    found = [row for row, place in zip(rows, table.places(rows), strict=True)
-             if place.kind == reading.FILE and storage.is_pointer(place.file)]  # fmt: skip
+    found = [
+        row
+        for row, place in zip(rows, table.places(rows), strict=True)
+        if place.kind == reading.FILE and storage.is_pointer(place.file)
+    ]
     texts = [of for text, of in unreadable.items() if untrusted.IS_POINTER in str(text)]
     for number, noun, row in (
         (len(found), f"of {len(rows):,} picture files looked into", found[:1]),
@@ -242,9 +247,7 @@ def _count_origins(table: Table) -> dict[str, tuple[int, int]]:
     return {origin: (count, first[origin]) for origin, count in counts.most_common()}
 
 
-def _count_texts(
-    table: Table,
-) -> tuple[collections.Counter[str], dict[Unusable, tuple[int, int]]]:
+def _count_texts(table: Table) -> tuple[collections.Counter[str], dict[Unusable, tuple[int, int]]]:
     """Return how often each caption occurs, and the (number, first row) of each unreadable text."""
     counts, unreadable = collections.Counter[str](), dict[Unusable, tuple[int, int]]()
     for text, count, row in table.distinct("text"):

@@ -81,9 +81,7 @@ class Subset(Pictures):
     ) -> tuple[PictureArray, Sequence[Any]]:
         return self._pictures.read(self._inside(indices), places)
 
-    def columns(
-        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> Columns:
+    def columns(self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None) -> Columns:
         return self._pictures.columns(self._inside(indices), places)
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:

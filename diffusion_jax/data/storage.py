@@ -27,8 +27,18 @@ OWN = ".diffusion_jax"
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _SLOW = 5e-5  # Seconds. More per file is a high latency.
-_CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
-             "last_modified", "Last-Modified")  # fmt: skip
+_CHANGING = (
+    "size",
+    "etag",
+    "ETag",
+    "generation",
+    "blob_id",
+    "mtime",
+    "created",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+)
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
 only some of these fields."""
 # Names that begin with a dot, and names of macOS, Synology, Windows and Linux.
@@ -143,9 +153,11 @@ def warn_of_missing_shards(names: Sequence[str]) -> None:
     for (name, total), numbers in found.items():
         if len(numbers) < total:
             logging.warning(
-                "only %d of the %d files %s-*-of-* exist: copy or download the others, unless "
-                "these are meant", len(numbers), total, name,
-            )  # fmt: skip
+                "only %d of the %d files %s-*-of-* exist: copy or download the others, unless these are meant",
+                len(numbers),
+                total,
+                name,
+            )
 
 
 def stamp(path: str) -> tuple[int, int]:
@@ -193,8 +205,7 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     """
     ranges = dict[int, bytes]()
     if not is_url(paths[0]):
-        for path, rows in itertools.groupby(sorted(range(len(paths)), key=paths.__getitem__),
-                                            paths.__getitem__):  # fmt: skip
+        for path, rows in itertools.groupby(sorted(range(len(paths)), key=paths.__getitem__), paths.__getitem__):
             with open(path, "rb", buffering=0) as file:
                 for row in rows:
                     file.seek(firsts[row])
@@ -207,8 +218,9 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
         parts = zip(rows, system.cat_ranges(*columns, on_error="return"), strict=True)
         ranges |= {
             row: remote.checked_range(paths[row], part, lasts[row] - firsts[row])
-            for row, part in parts if isinstance(part, bytes)
-        }  # fmt: skip
+            for row, part in parts
+            if isinstance(part, bytes)
+        }
         if len(ranges) == len(paths):
             return [ranges[row] for row in range(len(paths))]
         time.sleep(0.1 * 4**attempt)

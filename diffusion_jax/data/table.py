@@ -98,12 +98,7 @@ class Table(Records):
     A view of a table has some of the rows, in the same order.
     """
 
-    def __init__(
-        self,
-        home: str | os.PathLike[str] | Mapping[str, bytes],
-        root: str | None = None,
-        card: str = CARD,
-    ):
+    def __init__(self, home: str | os.PathLike[str] | Mapping[str, bytes], root: str | None = None, card: str = CARD):
         """Open the table in a folder, and check its files against the card.
 
         Args:
@@ -156,14 +151,7 @@ class Table(Records):
         card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
         files.write_whole(folder / CARD, _written(card))
 
-    def join(
-        self,
-        card: str,
-        text: str,
-        texts: Iterable[Sequence[InPlace]],
-        origin: str,
-        inventory: Inventory,
-    ) -> None:
+    def join(self, card: str, text: str, texts: Iterable[Sequence[InPlace]], origin: str, inventory: Inventory) -> None:
         """Write a second table with other texts into the folder of this one.
 
         Args:
@@ -184,9 +172,12 @@ class Table(Records):
             files = {"texts": columns["texts"], "joined": joined}
             parts.append(of | {kind: mapped.store(self.home, kind, c) for kind, c in files.items()})
         changes = {
-            "parts": parts, "files": shared.files, "origins": list(shared.origins),
-            "rule": self.card["rule"] | {"text": text}, "inventory": inventory.saved(),
-        }  # fmt: skip
+            "parts": parts,
+            "files": shared.files,
+            "origins": list(shared.origins),
+            "rule": self.card["rule"] | {"text": text},
+            "inventory": inventory.saved(),
+        }
         self._write_card(card, changes)
 
     def leave_out(self, card: str, rows: Int[np.ndarray, "W"]) -> None:
@@ -220,9 +211,7 @@ class Table(Records):
         Raises OSError if a file was removed, and ValueError if a file of several pictures changed.
         """
         found = [self._parts[part].row(row, self) for part, row in self._inside(indices)]
-        groups = [
-            [row.image, *([row.mask] if row.mask else []), *_places(row.text)] for row in found
-        ]
+        groups = [[row.image, *([row.mask] if row.mask else []), *_places(row.text)] for row in found]
         for number in self._are_left_out(indices):
             groups[number] = []
         contents = reading.read(groups)
@@ -404,10 +393,14 @@ class _Part:
     def row(self, row: int, table: Table) -> Row:
         mask = self._names["mask"][row]
         return Row(
-            self.name(row, table), int(self.rows["key"][row]), self.place(row, table),
-            self.text(row, table), (), {n: self._number(n, row) for n in table.card["fields"]},
+            self.name(row, table),
+            int(self.rows["key"][row]),
+            self.place(row, table),
+            self.text(row, table),
+            (),
+            {n: self._number(n, row) for n in table.card["fields"]},
             Place(table.path(os.fsdecode(mask))) if mask else None,
-        )  # fmt: skip
+        )
 
     def name(self, row: int, table: Table) -> str:
         name, file = os.fsdecode(self._names["name"][row]), int(self.rows["file"][row])
@@ -504,12 +497,19 @@ def write(
     containers = {name for name, _ in shared.files}
     known = {shared.short(path): stamp for path, stamp in stamps.items()}
     card: dict[str, Any] = {
-        "version": _VERSION, "root": root, "rule": rule,
-        "fields": fields, "parts": parts, "files": shared.files, "origins": list(shared.origins),
+        "version": _VERSION,
+        "root": root,
+        "rule": rule,
+        "fields": fields,
+        "parts": parts,
+        "files": shared.files,
+        "origins": list(shared.origins),
         "left": mapped.store(home, "left", {name: of.column() for name, of in left.items()}),
-        "inventory": inventory.saved(), "facts": facts, "seen": seen if complete else "",
+        "inventory": inventory.saved(),
+        "facts": facts,
+        "seen": seen if complete else "",
         "stamps": {name: stamp for name, stamp in known.items() if name in containers},
-    }  # fmt: skip
+    }
     card["id"] = _digest(card)
     written = _written(card)
     if isinstance(home, dict):

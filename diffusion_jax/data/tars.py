@@ -71,12 +71,7 @@ class Index(NamedTuple):
     """[name, reason] of each file that is left out, and of each damaged place; see `unpack`."""
 
 
-def write(
-    path: str | os.PathLike[str],
-    records: Iterable[Mapping[str, bytes]],
-    *,
-    checksums: bool = False,
-) -> None:
+def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]], *, checksums: bool = False) -> None:
     """Write records to a new tar. The tar appears under its name only once it is complete.
 
     Args:
@@ -86,10 +81,7 @@ def write(
         checksums: whether the owner of each file, which other programs ignore, is the checksum of
             its contents, such as "crc32:0c2e7a51". Whoever reads the record checks it.
     """
-    with (
-        files.whole(path) as temporary,
-        tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar,
-    ):
+    with files.whole(path) as temporary, tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
         for record in records:
             for suffix in sorted(record.keys() - {KEY}):
                 key = record[KEY].decode(errors="surrogateescape")
@@ -174,9 +166,14 @@ def scan(path: str) -> Index:
         numbers.extend((record, member.offset, member.size))
     rows = np.array(numbers, np.int64).reshape(-1, 3)
     return Index(
-        rows[:, 0], np.array(suffixes, str), rows[:, 1:], np.array(keys, int), inventory,
-        _pack(names), _pack(inventory.take()),
-    )  # fmt: skip
+        rows[:, 0],
+        np.array(suffixes, str),
+        rows[:, 1:],
+        np.array(keys, int),
+        inventory,
+        _pack(names),
+        _pack(inventory.take()),
+    )
 
 
 def unpack(column: UInt8[np.ndarray, "_"]) -> list[Any]:
@@ -212,10 +209,7 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
             the end of the first file in it.
     """
     size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
-    with (
-        files.path(path).open("rb") as file,
-        tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar,
-    ):
+    with files.path(path).open("rb") as file, tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar:
         head = file.read(len(untrusted.POINTER))
         if head == untrusted.POINTER:
             raise ValueError(f"{path} is {untrusted.IS_POINTER}")
@@ -256,9 +250,8 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
         raise ValueError(f"cannot read {path} as a tar ({reason}")
     if inventory.damaged():
         logging.warning(
-            "%s is damaged, and files in it are lost (%d or more): copy or download it again",
-            path, inventory.damaged(),
-        )  # fmt: skip
+            "%s is damaged, and files in it are lost (%d or more): copy or download it again", path, inventory.damaged()
+        )
 
 
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
@@ -355,9 +348,7 @@ def expand(pattern: str) -> list[str]:
         ValueError: there are more than a million names.
     """
     if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
-        raise ValueError(
-            f"{pattern} stands for {count:,} files: write a pattern for at most {_MAX_NAMES:,}"
-        )
+        raise ValueError(f"{pattern} stands for {count:,} files: write a pattern for at most {_MAX_NAMES:,}")
     match = re.search(_BRACES, pattern)
     if match is None:
         return [pattern]
@@ -423,9 +414,7 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
     names = storage.walk(name, inventory)
     tars = [tar for tar in names if suffix_of(tar).rpartition(".")[2] == "tar"]
     if not tars:
-        raise ValueError(
-            f"no .tar files in {name}: check the path, or read image files with data.source=folder"
-        )
+        raise ValueError(f"no .tar files in {name}: check the path, or read image files with data.source=folder")
     storage.warn_of_missing_shards(tars)
     known = ("tar", *records.KNOWN)
     inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
@@ -455,8 +444,7 @@ def _wdinfo(path: str) -> list[str]:
         names = [str(name) for name in info["tar_files"]]
     except Exception as error:  # A damaged pickle can raise anything.
         raise ValueError(
-            f"cannot read {path} as NeMo's list of tars (wdinfo.pkl): {error}; name the tars by a "
-            "folder or a pattern"
+            f"cannot read {path} as NeMo's list of tars (wdinfo.pkl): {error}; name the tars by a folder or a pattern"
         ) from error
     if not names:
         raise ValueError(f"{path} lists no tar files: name the tars by a folder or a pattern")

@@ -74,9 +74,7 @@ def open_file(path: str) -> array_record_module.ArrayRecordReader:
     return reader
 
 
-def messages(
-    reader: array_record_module.ArrayRecordReader, indices: list[int]
-) -> Sequence[bytes | None]:
+def messages(reader: array_record_module.ArrayRecordReader, indices: list[int]) -> Sequence[bytes | None]:
     """Return the serialized Examples at these indices of a file; None for a damaged Example."""
     try:
         return reader.read(indices)

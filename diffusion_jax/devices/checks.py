@@ -95,9 +95,7 @@ def _attend(q, k, v, implementation):
 def _conv(stride: int, padding: int) -> Operation:
     def run(x, kernel):
         layout, pads = ("NHWC", "HWIO", "NHWC"), ((padding, padding),) * 2
-        return jax.lax.conv_general_dilated(
-            x, kernel, (stride, stride), pads, dimension_numbers=layout
-        )
+        return jax.lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=layout)
 
     return run
 
@@ -204,12 +202,8 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
         return []
     mesh = Mesh(np.array(devices), ("all",))
     values = np.arange(1, len(devices) + 1, dtype=np.float32)
-    rows = jax.device_put(
-        np.broadcast_to(values[:, None], (len(values), size)), NamedSharding(mesh, P("all"))
-    )
-    add = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P())
-    )
+    rows = jax.device_put(np.broadcast_to(values[:, None], (len(values), size)), NamedSharding(mesh, P("all")))
+    add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P()))
     row: dict[str, Any] = {"check": f"sum over {len(devices)} devices"}
     try:
         total = np.asarray(add(rows))

@@ -84,9 +84,7 @@ def join() -> None:
     counts = gather_text(str(identity.get("num_processes", jax.process_count())))
     if len(set(counts)) > 1:
         each = ", ".join(f"{count} in process {process}" for process, count in enumerate(counts))
-        raise ValueError(
-            f"num_processes is {each}: start all processes with the same --num_processes"
-        )
+        raise ValueError(f"num_processes is {each}: start all processes with the same --num_processes")
     if jax.process_count() > 1:
         _Farewell.last_words = CrashMessage(_farewell(_ABRUPTLY))
         exit_at_abort()
@@ -157,8 +155,7 @@ def check_equal(facts: Mapping[str, Any], advice: str) -> None:
         each = gather_text(text)
         if different := [process for process, other in enumerate(each) if other != each[0]]:
             raise ValueError(
-                f"{name} is {each[0]} in process 0, but {each[different[0]]} in process "
-                f"{different[0]}: {advice}"
+                f"{name} is {each[0]} in process 0, but {each[different[0]]} in process {different[0]}: {advice}"
             )
 
 
@@ -280,9 +277,7 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
             f"processes it must be from 0 to {identity['num_processes'] - 1}"
         )
     if not re.fullmatch(r".+:\d+", identity["coordinator_address"]):
-        raise ValueError(
-            f"coordinator is {identity['coordinator_address']!r}: it must be HOST:PORT"
-        )
+        raise ValueError(f"coordinator is {identity['coordinator_address']!r}: it must be HOST:PORT")
     return identity | {"cluster_detection_method": "deactivate"}
 
 

@@ -45,9 +45,7 @@ def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
 
 
 def watched(
-    denoise: Callable[..., Any],
-    preview: Callable[..., None],
-    colours: Callable[[Any], Any] = lambda x0: x0,
+    denoise: Callable[..., Any], preview: Callable[..., None], colours: Callable[[Any], Any] = lambda x0: x0
 ) -> Callable[..., Any]:
     """Return a denoiser D(x, sigma) that also sends its results to a function on the host.
 

@@ -33,9 +33,7 @@ RULES: ShardingRules = [
 ]
 
 
-def make_mesh(
-    replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
-) -> Mesh:
+def make_mesh(replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Return a mesh with the axes replica, fsdp and tensor over `devices`, by default all devices.
 
     One size may be -1. It becomes the number of devices divided by the product of the other sizes.
@@ -74,8 +72,7 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     """
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(
-            f"mesh {_describe(sizes)}: sizes must be positive, except that one may be -1 "
-            "(all remaining devices)"
+            f"mesh {_describe(sizes)}: sizes must be positive, except that one may be -1 (all remaining devices)"
         )
     product = math.prod(size for size in sizes if size != -1)
     if num_devices % product:
@@ -87,9 +84,7 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     return tuple(num_devices // product if size == -1 else size for size in sizes)
 
 
-def shardings(
-    tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules, *, fsdp_min_size: int = 2**16
-) -> Any:
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules, *, fsdp_min_size: int = 2**16) -> Any:
     """Return a tree with the NamedSharding of each leaf of `tree`.
 
     The first rule whose pattern matches the leaf's path determines the sharding.

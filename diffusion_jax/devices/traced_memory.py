@@ -21,17 +21,66 @@ from jaxtyping import Float, Int
 
 from diffusion_jax.devices.flops import subjaxprs
 
-_ALIASES = {"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "stop_gradient",
-            "optimization_barrier", "sharding_constraint", "name", "reduce_precision"}  # fmt: skip
+_ALIASES = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "rev",
+    "copy",
+    "stop_gradient",
+    "optimization_barrier",
+    "sharding_constraint",
+    "name",
+    "reduce_precision",
+}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _BATCHED = "batched_dot_general"
-_OPAQUE = {*_PRODUCTS, _BATCHED, "sort", "scatter", "scatter-add", "gather",
-           "cumsum", "while", "scan", "cond", "top_k", "custom_call"}  # fmt: skip
+_OPAQUE = {
+    *_PRODUCTS,
+    _BATCHED,
+    "sort",
+    "scatter",
+    "scatter-add",
+    "gather",
+    "cumsum",
+    "while",
+    "scan",
+    "cond",
+    "top_k",
+    "custom_call",
+}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-_EXPENSIVE = {"exp", "log", "logistic", "tanh", "erf", "erf_inv", "pow", "sin", "cos", "rsqrt",
-              "sqrt", "div", "rem", "log1p", "expm1", "threefry2x32", "random_bits"}  # fmt: skip
-_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-          "custom_vjp_call", "custom_vjp_call_jaxpr"}  # fmt: skip
+_EXPENSIVE = {
+    "exp",
+    "log",
+    "logistic",
+    "tanh",
+    "erf",
+    "erf_inv",
+    "pow",
+    "sin",
+    "cos",
+    "rsqrt",
+    "sqrt",
+    "div",
+    "rem",
+    "log1p",
+    "expm1",
+    "threefry2x32",
+    "random_bits",
+}
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
 
 
 class Equation(NamedTuple):
@@ -201,9 +250,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 
 
 @functools.lru_cache(maxsize=4)
-def _schedule(
-    program: TracedProgram, parts: Set[int]
-) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
+def _schedule(program: TracedProgram, parts: Set[int]) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
     """Return the variables that take memory, and which of them each equation reads.
 
     The second result holds pairs (number of the equation, variables).

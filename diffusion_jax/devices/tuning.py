@@ -48,8 +48,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_spmd_threshold_for_allgather_cse=1000000",
-            "reuse the weights gathered for the forward pass in the backward pass: 16 gathers "
-            "instead of 36 on v5e",
+            "reuse the weights gathered for the forward pass in the backward pass: 16 gathers instead of 36 on v5e",
         ),
     ),
     "v5e": (
@@ -69,16 +68,13 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(
             "XLA_CLIENT_MEM_FRACTION",
             "0.9",
-            "use a larger share of GPU memory than JAX's default of 0.75; 8 GB of an H100 remain "
-            "for libraries",
+            "use a larger share of GPU memory than JAX's default of 0.75; 8 GB of an H100 remain for libraries",
         ),
     ),
 }
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # Of glibc's malloc.h.
 MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
-_READ = (
-    "XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID", *MALLOC,
-)  # fmt: skip
+_READ = ("XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID", *MALLOC)
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:

@@ -8,11 +8,7 @@ from diffusion_jax.diffusion.precond import Images
 
 
 def wrap(
-    sampler: SamplerFunction,
-    image: Images,
-    eps: Images,
-    strength: float,
-    new: Bool[Array, "B H W 1"] | None = None,
+    sampler: SamplerFunction, image: Images, eps: Images, strength: float, new: Bool[Array, "B H W 1"] | None = None
 ) -> SamplerFunction:
     """Return a sampler that edits `image` by running only the last steps of `sampler` (SDEdit).
 

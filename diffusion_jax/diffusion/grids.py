@@ -185,9 +185,7 @@ def lcm(noise: Noise, s: "Sampler", *_: Any) -> Spaced:
     from the largest on (Luo et al. 2023). Raises ValueError if n is more than 50.
     """
     if s.steps > _DISTILLED:
-        raise ValueError(
-            f"sampler.steps is {s.steps}, but the grid lcm has {_DISTILLED} times: choose fewer"
-        )
+        raise ValueError(f"sampler.steps is {s.steps}, but the grid lcm has {_DISTILLED} times: choose fewer")
     left = 1 - np.floor(np.arange(s.steps) * (_DISTILLED / s.steps)) / _DISTILLED
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
@@ -236,10 +234,7 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
         ValueError: n is not between 1 and `steps`.
     """
     if not 1 <= n <= steps:
-        raise ValueError(
-            f"{n} sampling steps do not fit a noise schedule of {steps} times: choose 1 to {steps} "
-            "steps"
-        )
+        raise ValueError(f"{n} sampling steps do not fit a noise schedule of {steps} times: choose 1 to {steps} steps")
     gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
     return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
 

@@ -20,15 +20,7 @@ from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import guidance_kinds, onestep
-from diffusion_jax.diffusion.guidance_kinds import (
-    COND,
-    GUIDE,
-    NEGATIVE,
-    Guidance,
-    Guide,
-    GuidedModel,
-    outward,
-)
+from diffusion_jax.diffusion.guidance_kinds import COND, GUIDE, NEGATIVE, Guidance, Guide, GuidedModel, outward
 from diffusion_jax.diffusion.noise import Scalar
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
@@ -139,9 +131,7 @@ def bound(s: "Sampler") -> list[functools.partial]:
     return GUIDANCE.all_bound("sampler.guiding", s.guiding)
 
 
-def scale_per_image(
-    s: "Sampler", guidance: int | float, num_images: int
-) -> Float[np.ndarray, "N"] | None:
+def scale_per_image(s: "Sampler", guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
     """Return an array that repeats the scale `guidance` for each image, or None.
 
     The result is None if guidance has no effect, so that the network need only be evaluated with
@@ -154,9 +144,7 @@ def scale_per_image(
 
 
 def conditional(
-    denoiser_of: Callable[[Any], Denoiser],
-    conditions: Mapping[str, Any],
-    second: Denoiser | None = None,
+    denoiser_of: Callable[[Any], Denoiser], conditions: Mapping[str, Any], second: Denoiser | None = None
 ) -> Branches:
     """Return a function that evaluates a network under several conditions in one joined batch.
 
@@ -202,9 +190,13 @@ guidance scale before it calls `first`, and the result afterwards, as `rescale` 
 "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, GUIDANCE]
 PLAIN_AT_1 = (
-    guidance_kinds.cfg, guidance_kinds.interval, guidance_kinds.apg, guidance_kinds.rescale,
-    guidance_kinds.tcfg, guidance_kinds.fdg,
-)  # fmt: skip
+    guidance_kinds.cfg,
+    guidance_kinds.interval,
+    guidance_kinds.apg,
+    guidance_kinds.rescale,
+    guidance_kinds.tcfg,
+    guidance_kinds.fdg,
+)
 """The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
 
 

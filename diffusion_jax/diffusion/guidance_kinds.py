@@ -70,9 +70,7 @@ def cfg(guide: Guide, model: GuidedModel) -> Guide:
     return guide
 
 
-def interval(
-    guide: Guide, model: GuidedModel, *, low: Level = 0.0, high: Level = float("inf")
-) -> Guide:
+def interval(guide: Guide, model: GuidedModel, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
     """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
 
     At other levels, the network is evaluated with the text alone, which costs less.
@@ -238,9 +236,7 @@ def pix2pix(guide: Guide, model: GuidedModel, *, image_scale: Factor = 1.5) -> G
     return guide._replace(combine=combine, needs=(*guide.needs, UNSEEN))
 
 
-def projected(
-    images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
-) -> Float[Array, "B H W C"]:
+def projected(images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
     """Project each image, as a vector, onto the image in the same row of `onto`."""
     length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
     return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
@@ -263,9 +259,7 @@ def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
     for axis in (1, 2):
         size, pad = images.shape[axis], [(2 * (a == axis), 2 * (a == axis)) for a in range(4)]
         padded = jnp.pad(images, pad, mode="reflect")
-        far, near, middle, near_2, far_2 = (
-            jax.lax.slice_in_dim(padded, i, i + size, axis=axis) for i in range(5)
-        )
+        far, near, middle, near_2, far_2 = (jax.lax.slice_in_dim(padded, i, i + size, axis=axis) for i in range(5))
         images = (far + far_2 + 4 * (near + near_2) + 6 * middle) / 16
     return images
 

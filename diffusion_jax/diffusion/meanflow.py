@@ -67,15 +67,11 @@ class MeanFlow(Denoise):
         low, high = jnp.minimum(first, second), jnp.maximum(first, second)
         u = velocity_of(net, objective.scalings)
         times = time_of(high), time_of(low)
-        weighted, squares = losses(
-            u, params, noised.x0, noised.eps, *times, noised.conditions, noised.kept, self
-        )
+        weighted, squares = losses(u, params, noised.x0, noised.eps, *times, noised.conditions, noised.kept, self)
         mean = (weighted if noised.weights is None else noised.weights * weighted).mean()
         return mean, squares / noised.x0[0].size, high
 
-    def measured(
-        self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma
-    ) -> Network:
+    def measured(self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma) -> Network:
         """Return the network at h = 0, without the guidance that it has learned."""
         h = jnp.zeros_like(sigma)
         return unguided(net(params, text, h), net(params, empty(), h), sigma, self)
@@ -90,9 +86,16 @@ class MeanFlow(Denoise):
 
 
 def losses(
-    velocity: Velocity, params: Any, x0: Images, eps: Images, t: Times, r: Times,
-    conditions: Conditions, kept: Bool[Array, "B"], s: MeanFlow,
-) -> tuple[Times, Times]:  # fmt: skip
+    velocity: Velocity,
+    params: Any,
+    x0: Images,
+    eps: Images,
+    t: Times,
+    r: Times,
+    conditions: Conditions,
+    kept: Bool[Array, "B"],
+    s: MeanFlow,
+) -> tuple[Times, Times]:
     """Compute each image's weighted loss, which training minimises, and each image's |u - v|^2.
 
     Args:
@@ -130,9 +133,8 @@ def losses(
 
 
 def guided(
-    velocity: Callable[..., Images], z: Images, v: Images, t: Times, conditions: Conditions,
-    s: MeanFlow,
-) -> Images:  # fmt: skip
+    velocity: Callable[..., Images], z: Images, v: Images, t: Times, conditions: Conditions, s: MeanFlow
+) -> Images:
     """Return the guided velocity omega v + (1 - omega - kappa) u_empty + kappa u_text.
 
     This is equation 20 of Geng et al. 2025. u_empty and u_text are the network's u at h = 0 with
@@ -157,9 +159,7 @@ def unguided(text: Network, empty: Network, sigma: Sigma, s: MeanFlow) -> Networ
     if s.omega == 0 or (s.omega == 1 and s.kappa == 0):
         return text
     omega, kappa = _guidance(time_of(sigma), s)
-    return lambda x, time: (
-        ((1 - kappa) * text(x, time) - (1 - omega - kappa) * empty(x, time)) / omega
-    )
+    return lambda x, time: ((1 - kappa) * text(x, time) - (1 - omega - kappa) * empty(x, time)) / omega
 
 
 def _guidance(t: Times, s: MeanFlow) -> tuple[Images, Images]:

@@ -121,12 +121,7 @@ def lms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 
 
 def dpmpp_2m(
-    denoise: Denoiser,
-    x: Images,
-    sigmas: Sigmas,
-    noise: Draws,
-    *,
-    steps: Annotated[int, Interval("(0, inf)")] = 15,
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, steps: Annotated[int, Interval("(0, inf)")] = 15
 ) -> Images:
     """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
@@ -287,16 +282,10 @@ def _lms_weights(sigmas: Sigmas) -> Float[Array, "n 4"]:
 
 def _moments(v: Float[Array, ""]) -> list[Array]:
     """Return the integrals of u^k e^u over u from 0 to v, for k = 0, 1 and 2."""
-    exact = (
-        jnp.expm1(v),
-        jnp.exp(v) * (v - 1) + 1,
-        jnp.exp(v) * (v**2 - 2 * v + 2) - 2,
-    )
+    exact = (jnp.expm1(v), jnp.exp(v) * (v - 1) + 1, jnp.exp(v) * (v**2 - 2 * v + 2) - 2)
     # Near 0 the exact forms cancel, so sum v^(n + k + 1) / (n! (n + k + 1)) there.
     terms = range(10)
-    series = [
-        sum(v ** (n + k + 1) / (math.factorial(n) * (n + k + 1)) for n in terms) for k in range(3)
-    ]
+    series = [sum(v ** (n + k + 1) / (math.factorial(n) * (n + k + 1)) for n in terms) for k in range(3)]
     return [jnp.where(jnp.abs(v) < 0.5, s, e) for s, e in zip(series, exact, strict=True)]
 
 
@@ -314,8 +303,4 @@ def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
 
 
 # Weights of the current slope and of one, two or three earlier ones.
-_ADAMS_BASHFORTH = (
-    (3 / 2, -1 / 2, 0.0, 0.0),
-    (23 / 12, -16 / 12, 5 / 12, 0.0),
-    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
-)
+_ADAMS_BASHFORTH = ((3 / 2, -1 / 2, 0.0, 0.0), (23 / 12, -16 / 12, 5 / 12, 0.0), (55 / 24, -59 / 24, 37 / 24, -9 / 24))

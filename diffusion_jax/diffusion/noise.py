@@ -214,9 +214,7 @@ def sigma_of(log_snr: Float[Array, "N"]) -> Float[Array, "N"]:
     return jnp.exp(-log_snr / 2)
 
 
-def ldm_log_alphas(
-    beta_first: float = 0.00085, beta_last: float = 0.012, steps: int = 1000
-) -> Float[Array, "{steps}"]:
+def ldm_log_alphas(beta_first: float = 0.00085, beta_last: float = 0.012, steps: int = 1000) -> Float[Array, "{steps}"]:
     """Compute Stable Diffusion's table of ln alpha ("scaled linear").
 
     The square roots of the betas are evenly spaced, and the betas go from beta_first to beta_last.

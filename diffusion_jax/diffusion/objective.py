@@ -15,15 +15,7 @@ from jaxtyping import Array, Bool, Float, Key, Shaped
 from diffusion_jax.config.named import Table
 from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import noise, precond
-from diffusion_jax.diffusion.precond import (
-    DISTANCES,
-    Denoiser,
-    Distance,
-    Images,
-    Network,
-    Precond,
-    Sigma,
-)
+from diffusion_jax.diffusion.precond import DISTANCES, Denoiser, Distance, Images, Network, Precond, Sigma
 
 if TYPE_CHECKING:
     from diffusion_jax.diffusion.groups import Diffusion
@@ -125,9 +117,8 @@ class Objective(NamedTuple):
         return self._replace(distance=distance)
 
     def loss(
-        self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
-        weights: Losses | None = None,
-    ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
+        self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma, weights: Losses | None = None
+    ) -> tuple[Float[Array, ""], Losses]:
         """Compute the mean weighted loss, to be minimised, and each image's unweighted loss.
 
         Args:
@@ -143,9 +134,7 @@ class Objective(NamedTuple):
         weighed = self.weighting.weigh(params, sigma, scalings(sigma).c_out, losses)
         return (weighed if weights is None else weights * weighed).mean(), losses
 
-    def errors(
-        self, network: Network, x0: Images, eps: Images, sigma: Sigma
-    ) -> tuple[Losses, Losses]:
+    def errors(self, network: Network, x0: Images, eps: Images, sigma: Sigma) -> tuple[Losses, Losses]:
         """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
         D is the denoiser of `network`. Its v-loss has the same meaning whether the network predicts
@@ -181,9 +170,7 @@ class Denoise:
         arguments = noised.x0, noised.eps, sigma, noised.weights
         return *objective.loss(params, network, *arguments), sigma
 
-    def measured(
-        self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma
-    ) -> Network:
+    def measured(self, net: Net, params: Any, text: Any, empty: Callable[[], Any], sigma: Sigma) -> Network:
         """Return the network whose held-out loss is measured at the noise levels `sigma`.
 
         `text` is the condition with the images' own texts, and empty() that with the empty text.
@@ -208,9 +195,7 @@ def make(d: "Diffusion") -> Objective:
     make_noise, prediction, make_weighting = bound(d)
     distance = DISTANCES.bound("diffusion.distance", d.distance)
     with jax.ensure_compile_time_eval():  # The objective outlives a trace that builds it.
-        return Objective(
-            make_noise(), prediction, distance, make_weighting(), d.offset_noise, d.training
-        )
+        return Objective(make_noise(), prediction, distance, make_weighting(), d.offset_noise, d.training)
 
 
 def bound(d: "Diffusion") -> tuple[functools.partial, ...]:
@@ -310,14 +295,7 @@ def uncertainty(*, channels: Annotated[int, Interval("[1, 65536]")] = 128) -> We
     return Weighting(weigh, lambda: {"kernel": jnp.zeros(channels)})
 
 
-WEIGHTINGS = Table(
-    none=none,
-    min_snr=min_snr,
-    p2=p2,
-    edm=edm,
-    flow=flow,
-    uncertainty=uncertainty,
-)
+WEIGHTINGS = Table(none=none, min_snr=min_snr, p2=p2, edm=edm, flow=flow, uncertainty=uncertainty)
 """The functions that diffusion.weight can name in configs. An entry "MODULE:FUNCTION" is imported
 on use."""
 WeightName = Annotated[str, WEIGHTINGS]

@@ -71,12 +71,7 @@ def heun(
 
 
 def heun_steps(
-    denoise: Denoiser,
-    x: Images,
-    sigmas: Sigmas,
-    gammas: Float[Array, "..."],
-    noise: Draws,
-    s_noise: Scalar = 1.0,
+    denoise: Denoiser, x: Images, sigmas: Sigmas, gammas: Float[Array, "..."], noise: Draws, s_noise: Scalar = 1.0
 ) -> Images:
     """Run Heun's method, with a separate amount of churn for each step.
 
@@ -105,12 +100,7 @@ def heun_steps(
 
 
 def ddim(
-    denoise: Denoiser,
-    x: Images,
-    sigmas: Sigmas,
-    noise: Draws,
-    *,
-    eta: Annotated[Scalar, Interval("[0, 1]")] = 0.0,
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, eta: Annotated[Scalar, Interval("[0, 1]")] = 0.0
 ) -> Images:
     """Sample with DDIM (Song et al. 2021, equation 12).
 

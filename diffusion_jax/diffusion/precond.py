@@ -58,12 +58,7 @@ def epsilon(time: Callable[[Sigma], Sigma]) -> Precond:
     """
 
     def scalings(sigma):
-        return Scalings(
-            c_skip=jnp.ones_like(sigma),
-            c_out=-sigma,
-            c_in=1 / jnp.sqrt(1 + sigma**2),
-            c_noise=time(sigma),
-        )
+        return Scalings(c_skip=jnp.ones_like(sigma), c_out=-sigma, c_in=1 / jnp.sqrt(1 + sigma**2), c_noise=time(sigma))
 
     return scalings
 
@@ -113,13 +108,7 @@ def flow(time: Callable[[Sigma], Sigma]) -> Precond:
     return scalings
 
 
-PRECONDS = Table(
-    edm=lambda time, *, sigma_data=0.5: edm(sigma_data),
-    eps=epsilon,
-    x0=x0,
-    v=velocity,
-    flow=flow,
-)
+PRECONDS = Table(edm=lambda time, *, sigma_data=0.5: edm(sigma_data), eps=epsilon, x0=x0, v=velocity, flow=flow)
 """The values of diffusion.predicts. Each function builds a preconditioner from `time`, a function
 from sigma to c_noise."""
 PrecondName = Annotated[str, PRECONDS]
@@ -170,12 +159,7 @@ DistanceName = Annotated[str, DISTANCES]
 
 
 def loss(
-    network: Network,
-    precond: Precond,
-    x0: Images,
-    eps: Images,
-    sigma: Sigma,
-    distance: Distance = l2,
+    network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma, distance: Distance = l2
 ) -> Float[Array, "B"]:
     """Compute each image's mean distance between F and its effective target (EDM, equation 8).
 

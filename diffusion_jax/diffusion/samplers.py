@@ -82,20 +82,32 @@ SAMPLERS = _Methods(
 )
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
 WEB_NAMES = {
-    "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun", "lms": "LMS", "dpm2": "DPM2",
-    "dpm2_ancestral": "DPM2 a", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "dpmpp_3m_sde": "DPM++ 3M SDE", "ddim": "DDIM", "plms": "PLMS", "unipc": "UniPC",
-    "lcm": "LCM", "restart": "Restart",
-}  # fmt: skip
+    "euler": "Euler",
+    "euler_ancestral": "Euler a",
+    "heun": "Heun",
+    "lms": "LMS",
+    "dpm2": "DPM2",
+    "dpm2_ancestral": "DPM2 a",
+    "dpmpp_2m": "DPM++ 2M",
+    "dpmpp_2m_sde": "DPM++ 2M SDE",
+    "dpmpp_3m_sde": "DPM++ 3M SDE",
+    "ddim": "DDIM",
+    "plms": "PLMS",
+    "unipc": "UniPC",
+    "lcm": "LCM",
+    "restart": "Restart",
+}
 """The names of samplers in the web UI of AUTOMATIC1111."""
-_ABSENT = (
-    "dpm++ sde", "dpm++ 2s a", "dpm++ 2m sde heun", "dpm fast", "dpm adaptive",
-)  # fmt: skip
+_ABSENT = ("dpm++ sde", "dpm++ 2s a", "dpm++ 2m sde heun", "dpm fast", "dpm adaptive")
 _SUFFIXES = {
-    "Automatic": "", "Karras": "grid='karras'", "Exponential": "grid='exponential'",
-    "Polyexponential": "grid='exponential'", "SGM Uniform": "grid='trailing'",
-    "Uniform": "grid='linspace'", "CFG++": "guiding='cfg_pp'",
-}  # fmt: skip
+    "Automatic": "",
+    "Karras": "grid='karras'",
+    "Exponential": "grid='exponential'",
+    "Polyexponential": "grid='exponential'",
+    "SGM Uniform": "grid='trailing'",
+    "Uniform": "grid='linspace'",
+    "CFG++": "guiding='cfg_pp'",
+}
 """The web UI's names of schedules, and the settings that draw with (nearly) the same levels."""
 
 

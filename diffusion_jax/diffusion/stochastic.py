@@ -67,9 +67,7 @@ def _piece(noise: Draws, first: Int[Array, ""], t: Float[Array, ""]) -> Images:
     return low + (high - low) * jnp.clip((t - left) * 2.0**_DEPTH, 0, 1)
 
 
-def dpmpp_2m_sde(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
-) -> Images:
+def dpmpp_2m_sde(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0) -> Images:
     """Sample with DPM-Solver++(2M) SDE, k-diffusion's midpoint variant (Lu et al. 2022, appendix).
 
     N steps take N evaluations of D. `strength` scales the new noise and is called eta in
@@ -85,9 +83,7 @@ def dpmpp_2m_sde(
     return _sde(steps, denoise, x, sigmas, noise, strength)
 
 
-def dpmpp_3m_sde(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
-) -> Images:
+def dpmpp_3m_sde(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0) -> Images:
     """Sample with k-diffusion's DPM-Solver++(3M) SDE, a three-step method in -ln sigma.
 
     N steps take N evaluations of D. `strength` scales the new noise.

@@ -53,14 +53,11 @@ def define() -> Callable[[int], InputPictures | None]:
     Return a function that takes the number of texts, and opens the pictures and masks that the
     flags name (see `read`). It raises ValueError if there is a strength, but no picture.
     """
-    images = flags.DEFINE_multi_string(
-        "image", [], "A picture to draw over: one for all texts, or one for each."
-    )
+    images = flags.DEFINE_multi_string("image", [], "A picture to draw over: one for all texts, or one for each.")
     masks = flags.DEFINE_multi_string(
         "mask",
         [],
-        "A mask for --image, white at the parts to redraw and black elsewhere: one for all texts, "
-        "or one for each.",
+        "A mask for --image, white at the parts to redraw and black elsewhere: one for all texts, or one for each.",
     )
 
     def opened(num_texts: int) -> InputPictures | None:
@@ -84,8 +81,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> InputPi
     for name, some in (("--image", opened), ("--mask", white)):
         if len(some) not in (0, 1, num_texts):
             raise ValueError(
-                f"{name} is given {len(some)} times, but there are {num_texts} texts: give it "
-                "once, or once per text"
+                f"{name} is given {len(some)} times, but there are {num_texts} texts: give it once, or once per text"
             )
     if white and not opened:
         raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
@@ -123,9 +119,7 @@ Picture = Image.Image | np.ndarray | jax.Array | str | os.PathLike[str]
 """A Pillow image, an array uint8 [H, W, 3] or, for masks, [H, W] of uint8 or bool, or a path."""
 
 
-def opened(
-    image: Picture | None, mask: Picture | None, strength: object = None
-) -> InputPictures | None:
+def opened(image: Picture | None, mask: Picture | None, strength: object = None) -> InputPictures | None:
     """Return the picture to draw over and its mask as InputPictures, or None without a picture.
 
     Raises:
@@ -136,9 +130,7 @@ def opened(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength)):
             if value is not None:
-                raise ValueError(
-                    f"a {name} was given without an image to draw over: give an image too"
-                )
+                raise ValueError(f"a {name} was given without an image to draw over: give an image too")
         return None
     image = upright(image, "RGB", "the image")
     if mask is None:
@@ -175,9 +167,7 @@ def _from_array(pixels: Any, name: str) -> Image.Image:
     except (AttributeError, TypeError, ValueError):  # It is no array, or has another shape.
         pass
     words = f"{pixels.dtype}{list(pixels.shape)}" if hasattr(pixels, "dtype") else repr(pixels)
-    raise ValueError(
-        f"{name} is {words[:60]}: give a path, a Pillow image or an array uint8 [H, W, 3]"
-    )
+    raise ValueError(f"{name} is {words[:60]}: give a path, a Pillow image or an array uint8 [H, W, 3]")
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:

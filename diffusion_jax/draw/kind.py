@@ -35,9 +35,8 @@ class Kind(NamedTuple):
         """
         if self.file_options is None:
             stages = flags.DEFINE_multi_string(
-                "workdir", None, "The workdir of a training run; repeat it for a cascade.",
-                required=True,
-            )  # fmt: skip
+                "workdir", None, "The workdir of a training run; repeat it for a cascade.", required=True
+            )
             return lambda: (stages.value, [])
         define: Callable[..., flags.FlagHolder] = flags.DEFINE_string
         default, more = None, "."

@@ -101,8 +101,11 @@ def t2i_compbench(file: str, prompts: Sequence[str], num_images: int) -> Layout:
 
 
 LAYOUTS: Mapping[str, Callable[[str, Sequence[str], int], Layout]] = {
-    "geneval": geneval, "geneval2": geneval2, "dpg": dpg, "t2i_compbench": t2i_compbench,
-}  # fmt: skip
+    "geneval": geneval,
+    "geneval2": geneval2,
+    "dpg": dpg,
+    "t2i_compbench": t2i_compbench,
+}
 """Maps the name of a benchmark to a function of the file of prompts, the prompts, and the number of
 pictures per prompt."""
 

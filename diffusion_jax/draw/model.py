@@ -201,9 +201,8 @@ class Model:
         self._progress, self._cancelled, batches = progress, False, []
         try:
             for batch in model.batches(
-                prompts, range(len(prompts)), seeds, pictures=over,
-                low_res=[np.asarray(small)] if small else (),
-            ):  # fmt: skip
+                prompts, range(len(prompts)), seeds, pictures=over, low_res=[np.asarray(small)] if small else ()
+            ):
                 batches.append(batch)
                 if self._cancelled:
                     raise Cancelled
@@ -213,9 +212,7 @@ class Model:
             raise
         finally:
             self._progress = None
-        *smaller, images = (
-            sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True)
-        )
+        *smaller, images = (sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True))
         return Drawing(images, prompts, seeds, model.card(), smaller)
 
     def warn_of_words(self, prompts: Sequence[str]) -> None:
@@ -225,8 +222,7 @@ class Model:
         for s in (stage.settings.sampler for stage in self.stages):
             if s.negative_prompt and guidance_module.scale_per_image(s, s.guidance, 1) is None:
                 logging.warning(
-                    "the negative prompt %r has no effect at guidance 1: choose a larger guidance",
-                    s.negative_prompt,
+                    "the negative prompt %r has no effect at guidance 1: choose a larger guidance", s.negative_prompt
                 )
         self.warn_of_unused(prompts)
 
@@ -301,10 +297,7 @@ class Model:
         return PromptedDenoiser(stage, self.tokenize(stage, texts))
 
     def changed(
-        self,
-        values: Sequence[Values],
-        preview: Preview | None = None,
-        strengths: Sequence[float] | None = None,
+        self, values: Sequence[Values], preview: Preview | None = None, strengths: Sequence[float] | None = None
     ) -> "Model":
         """Return the model with other weights and settings. Compiled programs are reused.
 
@@ -318,19 +311,13 @@ class Model:
         model = copy.copy(self)
         model.values, model.strengths = self._merged(values), strengths
         model.stages = tuple(
-            self._with_weights(n, of_stage).changed(
-                self._fields(of_stage), preview, strengths[n] if strengths else 1.0
-            )
+            self._with_weights(n, of_stage).changed(self._fields(of_stage), preview, strengths[n] if strengths else 1.0)
             for n, of_stage in enumerate(model.values)
         )
         return model
 
     def over(
-        self,
-        pictures: InputPictures | None,
-        strength: float | Sequence[float],
-        values: Values,
-        preview: Preview | None,
+        self, pictures: InputPictures | None, strength: float | Sequence[float], values: Values, preview: Preview | None
     ) -> "Model":
         """Return the model as `changed` does, with the size and strength for drawing over pictures.
 
@@ -402,10 +389,7 @@ class Model:
         sides = [side for side in ("height", "width") if side not in chosen]
         first, *others = pictures.images
         if sides and any(image.size != first.size for image in others):
-            raise ValueError(
-                "the pictures of --image differ in size: give --height and --width, to resize them "
-                "all"
-            )
+            raise ValueError("the pictures of --image differ in size: give --height and --width, to resize them all")
         return {side: getattr(first, side) for side in sides}
 
     def each_strength(self, strength: float | Sequence[float]) -> list[float]:
@@ -490,16 +474,12 @@ class PromptedDenoiser:
         inputs = self._inputs
         self._first = jax.jit(lambda *arguments: inputs(*arguments).x)
         self._denoise = jax.jit(
-            lambda x, sigma, *arguments: inputs(*arguments, zeros).denoise(
-                x, jnp.full(len(x), sigma)
-            )
+            lambda x, sigma, *arguments: inputs(*arguments, zeros).denoise(x, jnp.full(len(x), sigma))
         )
         self._finish = jax.jit(lambda x, *arguments: inputs(*arguments, zeros).finish(x))
         self.sigmas = np.asarray(jax.jit(lambda *a: inputs(*a, zeros).sigmas)(*self._arguments))
 
-    def __call__(
-        self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]
-    ) -> Float[Array, "B H W C"]:
+    def __call__(self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]) -> Float[Array, "B H W C"]:
         """Return the guided model's prediction of x0 at noise level `sigma`."""
         return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
@@ -562,18 +542,18 @@ def _check_aspect(pictures: InputPictures, height: int, width: int, stretch: boo
         if stretch and abs(image.width * height / (image.height * width) - 1) > _STRETCHED:
             logging.warning(
                 "the picture is %dx%d, and is stretched to %dx%d: crop it first to keep its shapes",
-                image.width, image.height, width, height,
-            )  # fmt: skip
+                image.width,
+                image.height,
+                width,
+                height,
+            )
         elif not stretch and image.width * height != image.height * width:
             wanted = "a square" if height == width else f"the shape {width}x{height}"
             raise ValueError(f"the picture is {image.width}x{image.height}: crop it to {wanted}")
 
 
 def _paired(
-    prompts: str | Sequence[str],
-    seeds: Sequence[int] | ArrayLike | None,
-    seed: int | None = None,
-    num_images: int = 1,
+    prompts: str | Sequence[str], seeds: Sequence[int] | ArrayLike | None, seed: int | None = None, num_images: int = 1
 ) -> tuple[list[str], list[int]]:
     """Return lists of prompts and seeds of equal length, as described in `Model.draw`.
 
@@ -588,9 +568,7 @@ def _paired(
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"the prompt {wrong[0]!r} is not a text: give a string, or a list of them")
     if wrong := [n for n in numbers if isinstance(n, bool) or not hasattr(n, "__index__")]:
-        raise ValueError(
-            f"the seed {wrong[0]!r} is not a whole number: give one, or a list of them"
-        )
+        raise ValueError(f"the seed {wrong[0]!r} is not a whole number: give one, or a list of them")
     texts = [text for text in texts for _ in range(num_images)]
     numbers = [operator.index(number) for number in numbers]
     if not _is_list(first):
@@ -598,8 +576,7 @@ def _paired(
     texts = texts * len(numbers) if len(texts) == 1 else texts
     if not texts or len(texts) != len(numbers):
         raise ValueError(
-            f"{len(texts)} prompts and {len(numbers)} seeds: give at least one prompt, and one "
-            "seed per prompt"
+            f"{len(texts)} prompts and {len(numbers)} seeds: give at least one prompt, and one seed per prompt"
         )
     halves(numbers)  # Checks them.
     return texts, numbers

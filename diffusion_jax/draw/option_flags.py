@@ -16,9 +16,11 @@ from diffusion_jax.draw.options import Option, Options
 
 Holders = Mapping[str, flags.FlagHolder]
 _DEFINE: Mapping[type, Callable[..., flags.FlagHolder]] = {
-    str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
     bool: flags.DEFINE_bool,
-}  # fmt: skip
+}
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
 
 
@@ -28,9 +30,7 @@ def define(table: Options) -> Holders:
         name: flags.DEFINE_multi_string if option.joins else _DEFINE[ranges.kind_of(option.hint)]
         for name, option in table.items()
     }
-    return {
-        name: kind(name, _default(table[name]), table[name].help) for name, kind in kinds.items()
-    }
+    return {name: kind(name, _default(table[name]), table[name].help) for name, kind in kinds.items()}
 
 
 def define_by_stage(table: Options) -> Holders:
@@ -122,9 +122,7 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
     if num_stages == 1 and not option.at_load and not option.is_text:
         return _split(texts) or [None]
     if option.at_load and len(texts) > 1:
-        raise ValueError(
-            f"--{name} is given {len(texts)} times, but it cannot vary in a sweep: give it once"
-        )
+        raise ValueError(f"--{name} is given {len(texts)} times, but it cannot vary in a sweep: give it once")
     return [_one_or_more(option, [text]) for text in texts] or [None]
 
 

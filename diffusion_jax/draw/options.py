@@ -46,39 +46,42 @@ def of_group(group: str, kind: type) -> dict[str, Option]:
     return {
         group if field.name == "name" else field.name: Option(
             f"{field.meaning} It is {field.values}. Default: {group}.{field.name} of the config.",
-            hints[field.name], field.default, f"{group}.{field.name}",
+            hints[field.name],
+            field.default,
+            f"{group}.{field.name}",
             is_text=hints[field.name] is str,
         )
         for field in field_docs.fields(kind)
-    }  # fmt: skip
+    }
 
 
 SHARED: Options = {
     "ema": Option(
         "The average of a run's weights to draw with: a decay such as 0.9999, a width such as "
         '0.05, "ema" (the largest decay) or "raw" (no average).',
-        str, "ema",
+        str,
+        "ema",
     ),
     "checkpoint": Option(
         "The step of the checkpoint to draw with; by default the newest undamaged checkpoint.",
         Annotated[int, ranges.Interval("[0, inf)")],
     ),
     "guide": Option(
-        "A run, WORKDIR or WORKDIR@STEP, whose model guides instead of the negative prompt.",
-        str, at_load=True,
+        "A run, WORKDIR or WORKDIR@STEP, whose model guides instead of the negative prompt.", str, at_load=True
     ),
     "lora_scale": of_group("lora", Lora)["scale"]._replace(
         help="Strength of a LoRA run: 0 draws like the model that it adapts.", at_load=True
     ),
     "unet_weights": Option(
         "New path of the weights that a LoRA run adapts, if they have moved since training.",
-        str, field="unet.weights", at_load=True,
+        str,
+        field="unet.weights",
+        at_load=True,
     ),
     "text_weights": Option(
-        "Folder or Hugging Face name of the text encoder's weights.",
-        str, field="text.weights", at_load=True,
+        "Folder or Hugging Face name of the text encoder's weights.", str, field="text.weights", at_load=True
     ),
-}  # fmt: skip
+}
 """The options that all systems have. A system adds the options of its sampler."""
 
 
@@ -115,11 +118,7 @@ def changeable(options: Options) -> Options:
 
 def fields(options: Options, values: Values) -> dict[str, Any]:
     """Return the values of those options that override a config field, keyed by this field."""
-    return {
-        options[name].field: value
-        for name, value in values.items()
-        if name in options and options[name].field
-    }
+    return {options[name].field: value for name, value in values.items() if name in options and options[name].field}
 
 
 def override(s: Any, values: Mapping[str, Any]) -> Any:

@@ -17,9 +17,28 @@ from diffusion_jax.diffusion import samplers
 
 _PATHS = ("model", "workdir", "guide", "lora", "embedding")
 """Entries of metadata that hold paths, of which the text keeps only the names of the files."""
-_PLACED = ("file_name", "text", "negative_prompt", "sampler", "steps", "grid", "guidance", "seed",
-           "height", "width", "size", "strength", "model", "workdir", "image", "mask", "low_res",
-           "smaller", "embeddings", "stages")  # fmt: skip
+_PLACED = (
+    "file_name",
+    "text",
+    "negative_prompt",
+    "sampler",
+    "steps",
+    "grid",
+    "guidance",
+    "seed",
+    "height",
+    "width",
+    "size",
+    "strength",
+    "model",
+    "workdir",
+    "image",
+    "mask",
+    "low_res",
+    "smaller",
+    "embeddings",
+    "stages",
+)
 """Entries of metadata that the text shows under another name, or leaves out."""
 
 

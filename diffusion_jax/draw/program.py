@@ -58,10 +58,7 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(
-    inputs_of: Callable[[Any, Preview | None, float], InputsFunction],
-    frozen: Any,
-    mesh: Mesh,
-    max_programs: int = 16,
+    inputs_of: Callable[[Any, Preview | None, float], InputsFunction], frozen: Any, mesh: Mesh, max_programs: int = 16
 ) -> Callable[[Any, Preview | None, float], Draw]:
     """Return a function (settings, preview, strength) -> Draw, which compiles each choice once.
 
@@ -87,12 +84,8 @@ def make_programs(
         compiled, named = draws[key], picture_fields.read(s.fields)
         if not named:
             return compiled
-        arrays = functools.partial(
-            picture_fields.arrays, named, picture_fields.values(named, s.sampler.fields)
-        )
-        return lambda params, texts, seeds, guidance: compiled(
-            params, {**arrays(len(seeds)), **texts}, seeds, guidance
-        )
+        arrays = functools.partial(picture_fields.arrays, named, picture_fields.values(named, s.sampler.fields))
+        return lambda params, texts, seeds, guidance: compiled(params, {**arrays(len(seeds)), **texts}, seeds, guidance)
 
     return draw_with
 

@@ -69,14 +69,17 @@ class Inputs(NamedTuple):
     opening: Mapping[str, Any] = {}
     """Further arguments of Kind.open."""
 
-    def batches(
-        self, model: Model, rows: Sequence[int], seeds: Sequence[int]
-    ) -> Iterator[list[Images]]:
+    def batches(self, model: Model, rows: Sequence[int], seeds: Sequence[int]) -> Iterator[list[Images]]:
         """Draw image n from text rows[n] and seed seeds[n], in batches (see Model.batches)."""
         return model.batches(
-            self.prompts, rows, seeds, pictures=self.pictures, low_res=self.low_res,
-            batch_sizes=self.batch_sizes, numbers=self.numbers,
-        )  # fmt: skip
+            self.prompts,
+            rows,
+            seeds,
+            pictures=self.pictures,
+            low_res=self.low_res,
+            batch_sizes=self.batch_sizes,
+            numbers=self.numbers,
+        )
 
 
 Read = Callable[[list[str], pathlib.Path], Inputs]
@@ -121,9 +124,7 @@ def command(kind: Kind, read: Read) -> None:
             out.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 _move_earlier(out)
-        reported = progress.reported(
-            batches, len(rows), "images", size=lambda batch: len(batch[-1])
-        )
+        reported = progress.reported(batches, len(rows), "images", size=lambda batch: len(batch[-1]))
         _write(model, inputs, out, rows, numbers, reported, layout)
         logging.info("wrote %d images, %s and %s to %s", len(rows), sheets.NAME, _INDEX, out)
 
@@ -138,9 +139,7 @@ def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]
     """
     file, named = flags.FLAGS.prompts, picture_fields.read(s.fields)
     columns = prompt_files.numbers(file, named) if file else {}
-    defaults = picture_fields.arrays(
-        named, picture_fields.values(named, s.sampler.fields), num_prompts
-    )
+    defaults = picture_fields.arrays(named, picture_fields.values(named, s.sampler.fields), num_prompts)
     found = {}
     for key, column in columns.items():
         padded = np.pad(column, (num_prompts - len(column), 0), constant_values=np.nan)
@@ -161,8 +160,11 @@ def _warn_of_cuts(stage: Stage, prompts: Sequence[str]) -> None:
     for text, part in lost[:_SHOWN]:
         logging.warning(
             "the text encoder ignores %r in the text %r, because it does not know these characters "
-            "or reads only the first %d tokens", part, text, encoder.max_tokens,
-        )  # fmt: skip
+            "or reads only the first %d tokens",
+            part,
+            text,
+            encoder.max_tokens,
+        )
     if lost:
         logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
 
@@ -172,15 +174,12 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
     holders = [
         flags.DEFINE_string("out", None, "The folder to write to.", required=True),
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
-        flags.DEFINE_string(
-            "prompts", None, "A .txt file with one text per line, a table, or FILE::COLUMN."
-        ),
+        flags.DEFINE_string("prompts", None, "A .txt file with one text per line, a table, or FILE::COLUMN."),
         flags.DEFINE_enum(
             "layout",
             None,
             [*layouts.LAYOUTS],
-            "Write --out as the benchmark's own programs read "
-            "it; --prompts is its file (or folder) of prompts.",
+            "Write --out as the benchmark's own programs read it; --prompts is its file (or folder) of prompts.",
         ),
         integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
         flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
@@ -200,30 +199,21 @@ def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]
     strength: flags.FlagHolder
     if cascades := kind.file_options is None:
         holders = option_flags.define_by_stage(kind.options)
-        batch = flags.DEFINE_list(
-            "batch_size", [], "Images per batch: one value, or one per stage."
-        )
+        batch = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or one per stage.")
         strength = flags.DEFINE_list(
             "strength",
             ["0.8"],
-            "Share of the steps that draw over --image: one value for the first stage, or one per "
-            "stage.",
+            "Share of the steps that draw over --image: one value for the first stage, or one per stage.",
         )
     else:
         holders = option_flags.define(kind.options)
-        batch = flags.DEFINE_integer(
-            "batch_size", None, "Number of images to draw at once.", lower_bound=1
-        )
-        strength = flags.DEFINE_float(
-            "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
-        )
+        batch = flags.DEFINE_integer("batch_size", None, "Number of images to draw at once.", lower_bound=1)
+        strength = flags.DEFINE_float("strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1].")
 
     def opened(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         workdirs, models = read_paths()
         if bool(workdirs) == bool(models):
-            raise ValueError(
-                "give exactly one of --workdir=FOLDER (a training run) and --model=PATH"
-            )
+            raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
         inputs = read(prompts, out)
         paths, share = workdirs or models, strength.value
         if cascades:
@@ -245,9 +235,7 @@ def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]
     return opened
 
 
-def _layout(
-    f: Mapping[str, flags.FlagHolder], prompts: Sequence[str], out: pathlib.Path
-) -> layouts.Layout | None:
+def _layout(f: Mapping[str, flags.FlagHolder], prompts: Sequence[str], out: pathlib.Path) -> layouts.Layout | None:
     """Return the layout that --layout names. Raises ValueError if other flags do not fit it."""
     name, file = f["layout"].value, f["prompts"].value
     if name is None:
@@ -273,9 +261,7 @@ def _check_layout(layout: layouts.Layout, inputs: Inputs, height: int, width: in
         )
 
 
-def _rehearse(
-    model: Model, inputs: Inputs, out: pathlib.Path, total: int, folder: pathlib.Path
-) -> str:
+def _rehearse(model: Model, inputs: Inputs, out: pathlib.Path, total: int, folder: pathlib.Path) -> str:
     """Trace the drawing of the first text without compiling anything, and return a report.
 
     The report names the devices, the number and size of the images, and the models. The files of
@@ -322,9 +308,14 @@ def _move_earlier(out: pathlib.Path) -> None:
 
 
 def _write(
-    model: Model, inputs: Inputs, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
-    batches: Iterable[Sequence[Images]], layout: layouts.Layout | None = None,
-) -> None:  # fmt: skip
+    model: Model,
+    inputs: Inputs,
+    out: pathlib.Path,
+    rows: Sequence[int],
+    seeds: Sequence[int],
+    batches: Iterable[Sequence[Images]],
+    layout: layouts.Layout | None = None,
+) -> None:
     """Write each image of the batches, then metadata.jsonl and the contact sheet.
 
     Image n draws text rows[n] with seed seeds[n]. Only process 0 writes. By default, the names of
@@ -351,19 +342,12 @@ def _write(
             files.write_whole(out / name, text)
         index = "".join(json.dumps(line) + "\n" for line in lines)
         files.write_whole(out / _INDEX, index)
-        sheet = sheets.contact_sheet(
-            np.stack(images), sheets.labels([line["text"] for line in lines])
-        )
+        sheet = sheets.contact_sheet(np.stack(images), sheets.labels([line["text"] for line in lines]))
         sheets.write_png(out / sheets.NAME, sheet)
 
 
 def _line(
-    inputs: Inputs,
-    out: pathlib.Path,
-    text: int,
-    seed: int,
-    name: str,
-    smaller: Sequence[UInt8[np.ndarray, "_ _ 3"]],
+    inputs: Inputs, out: pathlib.Path, text: int, seed: int, name: str, smaller: Sequence[UInt8[np.ndarray, "_ _ 3"]]
 ) -> dict[str, Any]:
     """Return the first part of an image's line of metadata.jsonl.
 

@@ -27,9 +27,16 @@ from diffusion_jax.weights import finetune, restore
 
 # Settings that the two models of autoguidance share, besides their fields. Predictions may differ.
 _SHARED = (
-    "text.encoder", "text.width", "text.max_tokens", "output_size", "latents.scale",
-    "latents.pixels", "vae.latent_channels", "super_resolution.factor", "unet.noise_aug",
-)  # fmt: skip
+    "text.encoder",
+    "text.width",
+    "text.max_tokens",
+    "output_size",
+    "latents.scale",
+    "latents.pixels",
+    "vae.latent_channels",
+    "super_resolution.factor",
+    "unet.noise_aug",
+)
 
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 """A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""
@@ -67,9 +74,7 @@ class Stage(NamedTuple):
     """For a LoRA run, two entries for the metadata of its pictures: "lora_scale", the strength of
     the LoRA, and "base", the fingerprint of the weights that it adapts. {} for other runs."""
 
-    def changed(
-        self, fields: Mapping[str, Any], preview: Preview | None = None, strength: float = 1.0
-    ) -> "Stage":
+    def changed(self, fields: Mapping[str, Any], preview: Preview | None = None, strength: float = 1.0) -> "Stage":
         """Return the stage with other settings. Weights and compiled programs are kept.
 
         `fields` holds new values, keyed by config field. For the others, see `inputs_of`.
@@ -79,9 +84,7 @@ class Stage(NamedTuple):
         return self._replace(settings=s, draw=self.programs(s, preview, strength))
 
 
-def read_run(
-    workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}, *, system: str
-) -> Any:
+def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}, *, system: str) -> Any:
     """Return the settings of a run of `system`, with new values of some config fields.
 
     `fields` holds these values, keyed by config field, such as "sampler.steps".
@@ -203,10 +206,20 @@ def load_stage(
     """
     programs = program.make_programs(inputs_of, task.frozen, mesh)
     stage = Stage(
-        str(workdir), s, encoder, _placed_shapes(task.init, mesh, task.rules), "", 0,
-        task.frozen, inputs_of, programs, functools.partial(options.override, s),
-        programs(s, None, 1.0), values.get("guide", ""), finetune.describe(workdir, lora_scale),
-    )  # fmt: skip
+        str(workdir),
+        s,
+        encoder,
+        _placed_shapes(task.init, mesh, task.rules),
+        "",
+        0,
+        task.frozen,
+        inputs_of,
+        programs,
+        functools.partial(options.override, s),
+        programs(s, None, 1.0),
+        values.get("guide", ""),
+        finetune.describe(workdir, lora_scale),
+    )
     return with_weights(stage, values.get("ema", "ema"), values.get("checkpoint"))
 
 
@@ -219,8 +232,7 @@ def with_weights(stage: Stage, ema: str, step: int | None) -> Stage:
     """
     folder = restore.absolute(stage.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        stage.params,
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stage.params
     )
     params, step = restore.load_params_and_step(folder, shapes, ema, step)
     return stage._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
@@ -248,7 +260,5 @@ def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
     The sums do not depend on how the arrays are sharded. Every device gets the sums.
     """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = [
-        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)
-    ]
+    bits = [jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)]
     return [jax.lax.with_sharding_constraint(b.sum(dtype=jnp.uint32), everywhere) for b in bits]

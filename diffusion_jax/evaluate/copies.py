@@ -97,15 +97,17 @@ class Training:
         close = (nearest.distances < np.quantile(unseen, CLOSE)).astype(np.float64)
         low, high = bootstrap.interval(close, close.mean())
         return {
-            "features": key, "drawn": len(close), "training": len(self._pictures),
+            "features": key,
+            "drawn": len(close),
+            "training": len(self._pictures),
             "median_distance": float(np.median(nearest.distances)),
             "median_distance_of_unseen": float(np.median(unseen)),
-            "close": float(close.mean()), "close_low": low, "close_high": high,
-        }  # fmt: skip
+            "close": float(close.mean()),
+            "close_low": low,
+            "close_high": high,
+        }
 
-    def sheet(
-        self, nearest: Nearest, draw: Redraw, prompts: Sequence[str] = ()
-    ) -> UInt8[np.ndarray, "H W 3"]:
+    def sheet(self, nearest: Nearest, draw: Redraw, prompts: Sequence[str] = ()) -> UInt8[np.ndarray, "H W 3"]:
         """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
         Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
@@ -146,9 +148,7 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
     """
     if not name:
         if unseen:
-            raise ValueError(
-                f"--unseen={unseen} is used by --copies only: add --copies, or remove --unseen"
-            )
+            raise ValueError(f"--unseen={unseen} is used by --copies only: add --copies, or remove --unseen")
         return None
     if jax.process_count() > 1:
         raise ValueError(
@@ -197,15 +197,17 @@ def write(
         logging.info(
             "copies, by %s features: a share of %.3g of the drawn pictures (confidence interval: "
             "%.3g to %.3g) is closer to a training picture than %g %% of the unseen pictures are",
-            key, *(rows[-1][name] for name in ("close", "close_low", "close_high")),
+            key,
+            *(rows[-1][name] for name in ("close", "close_low", "close_high")),
             100 * (1 - CLOSE),
-        )  # fmt: skip
+        )
         if rows[-1]["median_distance_of_unseen"] == 0:
             logging.warning(
                 "copies, by %s features: this share says nothing, because at least half of the "
                 "pictures that should be unseen are training pictures. With --unseen, name "
-                "pictures that the model was not trained on", key,
-            )  # fmt: skip
+                "pictures that the model was not trained on",
+                key,
+            )
     return rows
 
 

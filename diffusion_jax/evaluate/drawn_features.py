@@ -170,9 +170,7 @@ def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card
         ValueError: the folder holds features with other weights, prompts, seeds or extractors.
     """
     versions = tuple(f"{name}.versions." for name in cards_now)
-    return settings_record.record(
-        folder / CARD, cards_now, free=versions, write=jax.process_index() == 0
-    )
+    return settings_record.record(folder / CARD, cards_now, free=versions, write=jax.process_index() == 0)
 
 
 def _check(features: FeaturesByKind, rows: np.ndarray, name: str, finite: bool) -> None:
@@ -186,8 +184,7 @@ def _check(features: FeaturesByKind, rows: np.ndarray, name: str, finite: bool) 
     for key, values in features.items() if not bad.size else ():
         if not np.isfinite(values).all():
             raise ValueError(
-                f"the {key} features are not finite: the weights of the network that computes them "
-                "are damaged"
+                f"the {key} features are not finite: the weights of the network that computes them are damaged"
             )
 
 
@@ -207,8 +204,7 @@ def _read_shard(path: pathlib.Path) -> FeaturesByKind:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    errors = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile,
-              zlib.error)  # fmt: skip
+    errors = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
     try:
         return all(array is not None for array in _read_shard(path).values())
     except errors:
@@ -258,8 +254,7 @@ def _disjoint(shards: Sequence[pathlib.Path], num_images: int) -> list[pathlib.P
     best: list[tuple[int, list[pathlib.Path]]] = [(0, [])]
     for last in range(num_images):
         choices = [
-            (best[first][0] + last + 1 - first, [*best[first][1], path])
-            for first, path in by_last.get(last, ())
+            (best[first][0] + last + 1 - first, [*best[first][1], path]) for first, path in by_last.get(last, ())
         ]
         best.append(max([best[-1], *choices], key=lambda choice: choice[0]))
     return best[-1][1]

@@ -31,15 +31,7 @@ from diffusion_jax.draw.kind import Kind
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.stage import fingerprint
-from diffusion_jax.evaluate import (
-    copies,
-    curve,
-    drawn_features,
-    figures,
-    scorers,
-    sweep,
-    sweep_flags,
-)
+from diffusion_jax.evaluate import copies, curve, drawn_features, figures, scorers, sweep, sweep_flags
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
@@ -109,10 +101,7 @@ _AXES = ("ema", "checkpoint", "guidance")
 
 
 def open_subject(
-    kind: Kind,
-    paths: Sequence[str],
-    points: Sequence[Sequence[Values]] = (),
-    weights: Sequence[Sequence[Values]] = (),
+    kind: Kind, paths: Sequence[str], points: Sequence[Sequence[Values]] = (), weights: Sequence[Sequence[Values]] = ()
 ) -> Subject:
     """Open a single model or a cascade for evaluation.
 
@@ -188,9 +177,7 @@ def of_model(model: Model, points: Sequence[Sequence[Values]], source: str) -> S
     return Subject(workdir, source, side, batch_size, opened, name, fields, warn)
 
 
-def with_weights(
-    points: Sequence[Sequence[Values]], weights: Sequence[Sequence[Values]]
-) -> list[list[Values]]:
+def with_weights(points: Sequence[Sequence[Values]], weights: Sequence[Sequence[Values]]) -> list[list[Values]]:
     """Return each of `points` with each combination of the weights that `weights` lists per stage.
 
     Both hold option values. Stages beyond the end of `weights` have the weights of the points.
@@ -210,12 +197,8 @@ def with_weights(
     ]
 
 
-def _draw(
-    model: Model, prompts: Sequence[str], seeds: Sequence[int], guidance: float
-) -> np.ndarray:
-    batches = model.batches(
-        prompts, range(len(prompts)), seeds, guidance=guidance, batch_sizes=[len(seeds)]
-    )
+def _draw(model: Model, prompts: Sequence[str], seeds: Sequence[int], guidance: float) -> np.ndarray:
+    batches = model.batches(prompts, range(len(prompts)), seeds, guidance=guidance, batch_sizes=[len(seeds)])
     return np.concatenate([by_stage[-1] for by_stage in batches])
 
 
@@ -245,9 +228,13 @@ def command(kind: Kind, write_page: Callable[[pathlib.Path], pathlib.Path]) -> N
             size = f["size"].value or common_size(subjects)
             training = copies.open_training(f["copies"].value, f["unseen"].value, scorer, size)
         plan = Sweep(
-            chosen or scorer.guidance or kind.guidance, f["seed"].value, f["batch_size"].value,
-            f["save_images"].value, f["name"].value, f["size"].value,
-        )  # fmt: skip
+            chosen or scorer.guidance or kind.guidance,
+            f["seed"].value,
+            f["batch_size"].value,
+            f["save_images"].value,
+            f["name"].value,
+            f["size"].value,
+        )
         with cli.bad_input():
             plans = [rehearse(subject, scorer, plan) for subject in subjects]
         if f["rehearse"].value:
@@ -265,21 +252,20 @@ def command(kind: Kind, write_page: Callable[[pathlib.Path], pathlib.Path]) -> N
 
 
 def _open_subjects(
-    kind: Kind, workdirs: Sequence[str], models: Sequence[str], holders: option_flags.Holders,
+    kind: Kind,
+    workdirs: Sequence[str],
+    models: Sequence[str],
+    holders: option_flags.Holders,
     weights: Sequence[Sequence[Values]],
-) -> list[Subject]:  # fmt: skip
+) -> list[Subject]:
     """Open the models of --workdir and --model, or the cascade of --workdir, with all points."""
     if kind.file_options is None:
         points = option_flags.points(kind.options, holders, len(workdirs))
         return [open_subject(kind, workdirs, points, weights)]
     if not (workdirs or models):
-        raise ValueError(
-            "there is no model to score: give --workdir=FOLDER (a training run) or --model=PATH"
-        )
+        raise ValueError("there is no model to score: give --workdir=FOLDER (a training run) or --model=PATH")
     if not (workdirs or flags.FLAGS.out):
-        raise ValueError(
-            "a --model has no workdir for the results: name a folder with --out=FOLDER"
-        )
+        raise ValueError("a --model has no workdir for the results: name a folder with --out=FOLDER")
     points = of_runs = option_flags.points(kind.options, holders, 1)
     if models:  # They use these options.
         kept = kind.options.keys() - kind.file_options.keys()
@@ -300,9 +286,7 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     subject.warn_of_unused(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     kinds = {g == 1: g for g in plan.guidance}.values()  # With and without guidance.
-    compute = lambda guidance: drawn_features.drawing(
-        scorer, point.draw, guidance, most, size=plan.size
-    )
+    compute = lambda guidance: drawn_features.drawing(scorer, point.draw, guidance, most, size=plan.size)
     with programs.rehearsal():
         *_, features = [compute(guidance)(np.arange(most)) for guidance in kinds]
     judged = [f"{k} ({v.shape[1]})" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
@@ -318,9 +302,8 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
 
 
 def evaluate(
-    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep,
-    training: copies.Training | None = None,
-) -> pathlib.Path:  # fmt: skip
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None = None
+) -> pathlib.Path:
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
     The folder is in the first subject's workdir. Its table has a row for each point at each
@@ -339,9 +322,8 @@ def evaluate(
 
 
 def _score_points(
-    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None,
-    out: pathlib.Path,
-) -> None:  # fmt: skip
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None, out: pathlib.Path
+) -> None:
     rows, pictures, copied = [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
@@ -368,9 +350,7 @@ def _score_points(
             scores = scorer.score(features)
             share = round(float(scoring / (drawing + scoring)), 4)
             rows.append(row | scorers.columns(scores) | {sweep.SHARE: share})
-            sweep.write_scored(
-                out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
-            )
+            sweep.write_scored(out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()})
             sweep.write_table(out / sweep.TABLE, rows)
             sheets.write_png(out / sweep.sheet_name(row, several), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
@@ -391,9 +371,15 @@ def _score_points(
 
 
 def _features(
-    subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
-    card: Card, images: pathlib.Path,
-) -> tuple[dict[str, Card], drawn_features.FeaturesByKind]:  # fmt: skip
+    subject: Subject,
+    point: Point,
+    scorer: Scorer,
+    plan: Sweep,
+    out: pathlib.Path,
+    name: str,
+    card: Card,
+    images: pathlib.Path,
+) -> tuple[dict[str, Card], drawn_features.FeaturesByKind]:
     """Return the judges' cards, and the features of the pictures drawn at one point and guidance.
 
     The cards are keyed by judge, and the features by kind (Metric.features). The features are saved
@@ -403,9 +389,7 @@ def _features(
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     with cli.bad_input():
-        cards = drawn_features.claim(
-            folder, {k: of_judge | card for k, of_judge in scorer.cards.items()}
-        )
+        cards = drawn_features.claim(folder, {k: of_judge | card for k, of_judge in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
     save = functools.partial(_save, images) if keep else None
     compute = drawn_features.drawing(
@@ -453,9 +437,21 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     for subject in subjects if prompts else ():
         prompt_files.refuse_numbers(value("prompts"), subject.fields)
-    names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
-             "dinov2", "dinov2_reference", "judge", "pickscore", "hpsv2", "aesthetic",
-             "metrics")  # fmt: skip
+    names = (
+        "prompts",
+        "reference",
+        "inception",
+        "inception_mode",
+        "clip",
+        "clip_reference",
+        "dinov2",
+        "dinov2_reference",
+        "judge",
+        "pickscore",
+        "hpsv2",
+        "aesthetic",
+        "metrics",
+    )
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 
@@ -464,9 +460,7 @@ def check_names(subjects: Sequence[Subject]) -> None:
     """Raise ValueError if two models have the same name, because their files would collide."""
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"two models are named {same[0]}, after their folders: rename one of these folders"
-        )
+        raise ValueError(f"two models are named {same[0]}, after their folders: rename one of these folders")
 
 
 def check_folder(name: str | None) -> None:

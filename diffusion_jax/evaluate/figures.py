@@ -13,9 +13,17 @@ _DASHES = ("-", "--", ":", "-.")
 _WIDE = 76  # Number of characters that fit into a figure's width.
 _GREY = "#e3e8ec"
 _SHORT = 34  # Two names of at most this many characters fit on one row of the legend.
-_STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
-          "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
-          "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "figures",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+}
 
 
 class Line(NamedTuple):
@@ -70,9 +78,7 @@ def save(plot: Plot, format: str) -> bytes:
         figure = Figure(figsize=(5.2, 3.6 + legend), layout="constrained")
         axes = figure.add_subplot()
         for band in plot.bands:
-            axes.fill_between(
-                band.x, band.low, band.high, color=_GREY, label=_wrapped(band.name), lw=0
-            )
+            axes.fill_between(band.x, band.low, band.high, color=_GREY, label=_wrapped(band.name), lw=0)
         for i, line in enumerate(plot.lines):
             _draw(axes, line, colours[i], i)
         axes.margins(0.08)
@@ -119,7 +125,13 @@ def _label(axes: Any, line: Line, colour: str) -> None:
         if np.hypot(*offset) < 0.2:  # The line is straight, or points coincide.
             offset = np.array([-steps[0, 1], steps[0, 0]] if steps.any() else [0.0, 1.0])
         axes.annotate(
-            label, (line.x[n], line.y[n]), xytext=tuple(10 * offset / np.hypot(*offset)),
-            textcoords="offset points", ha="center", va="center", fontsize=7.5, color=colour,
+            label,
+            (line.x[n], line.y[n]),
+            xytext=tuple(10 * offset / np.hypot(*offset)),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=7.5,
+            color=colour,
             bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
-        )  # fmt: skip
+        )

@@ -12,15 +12,7 @@ from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import sources
 from diffusion_jax.files import sheets
-from diffusion_jax.metrics import (
-    cards,
-    clip_towers,
-    dinov2,
-    extractors,
-    fid,
-    stats_files,
-    table,
-)
+from diffusion_jax.metrics import cards, clip_towers, dinov2, extractors, fid, stats_files, table
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.judges import judge as own_judge
@@ -37,8 +29,17 @@ FeaturesByKind = dict[str, Float[np.ndarray, "N D"]]
 """Features with one row per picture, keyed by kind (Metric.features)."""
 Scores = dict[str, dict[str, float]]
 """{judge's name: {table column: value}}."""
-_OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
-               "dinov2_reference", "judge", *PREFERENCES)  # fmt: skip
+_OF_PROMPTS = (
+    "reference",
+    "inception",
+    "inception_mode",
+    "clip",
+    "clip_reference",
+    "dinov2",
+    "dinov2_reference",
+    "judge",
+    *PREFERENCES,
+)
 _NO_FEATURES = (
     "{} needs features that the reference file does not hold: write the file with python -m "
     "diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
@@ -137,13 +138,13 @@ class Scorer:
         if self._real is None:
             return None
         images, captions = self._real([self.prompts[i] for i in self.shown])
-        labels = [self.caption(i) if self.prompts[i] == caption else caption
-                  for i, caption in zip(self.shown, captions, strict=True)]  # fmt: skip
+        labels = [
+            self.caption(i) if self.prompts[i] == caption else caption
+            for i, caption in zip(self.shown, captions, strict=True)
+        ]
         return sheets.contact_sheet(images, labels)
 
-    def features(
-        self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]
-    ) -> FeaturesByKind:
+    def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> FeaturesByKind:
         """Compute all judges' features of `images` in 0..255, which were drawn for `prompts`."""
         features = {}
         for judge in self._judges.values():
@@ -232,8 +233,7 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
         if source:
             reason = f"the run's data.source is {source!r}, which provides no prompts and no judge"
         raise ValueError(
-            f"{reason}: set prompts to a file, and set reference and inception for FID, or clip "
-            "for the CLIP score"
+            f"{reason}: set prompts to a file, and set reference and inception for FID, or clip for the CLIP score"
         )
     check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
     return source_scorer(size, metrics=evaluation.metrics)
@@ -279,26 +279,20 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
             "or judge (from metrics train_judge) for fd_judge and r1_judge"
         )
     if bool(reference) != bool(inception):
-        raise ValueError(
-            "FID needs both reference (statistics of real images) and inception (weights): set both"
-        )
+        raise ValueError("FID needs both reference (statistics of real images) and inception (weights): set both")
     if bool(evaluation.dinov2) != bool(evaluation.dinov2_reference):
         raise ValueError(
             "FD-DINOv2 needs both dinov2 (weights) and dinov2_reference (statistics, written by "
             "metrics stats --dinov2): set both"
         )
     if evaluation.clip_reference and not clip:
-        raise ValueError(
-            "clip_reference is set, but clip is empty: CMMD needs both, from the same CLIP"
-        )
+        raise ValueError("clip_reference is set, but clip is empty: CMMD needs both, from the same CLIP")
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
     chosen: dict[str, Reference] = {}
     if inception:
         if len(prompts) < 2:
-            raise ValueError(
-                "a Fréchet distance needs at least 2 images, but there is 1 prompt: add prompts"
-            )
+            raise ValueError("a Fréchet distance needs at least 2 images, but there is 1 prompt: add prompts")
         wanted = {METRICS[name].features for name in evaluation.metrics if name in METRICS}
         levels = ["2048", *(x for x in ("spatial", "unbiased") if f"inception_{x}" in wanted)]
         make = lambda mode: extractors.load_inception(inception, mode, "+".join(levels))
@@ -329,13 +323,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     return Scorer(prompts, chosen, evaluation.metrics, real=real)
 
 
-def _against(
-    name: str,
-    path: str,
-    make: Callable[[str], extractors.Extractor],
-    mode: str,
-    card: Mapping,
-) -> Reference:
+def _against(name: str, path: str, make: Callable[[str], extractors.Extractor], mode: str, card: Mapping) -> Reference:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
     Args:

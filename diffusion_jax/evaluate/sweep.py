@@ -181,9 +181,7 @@ def write_metrics(
     lines = []
     for row in rows:
         numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
-        lines.append(
-            run_log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers})
-        )
+        lines.append(run_log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers}))
     files.write_whole(folder / run_log.METRICS, "".join(lines))
     top = folder / events.FOLDER
     files.remove_tree(top)  # It may hold an earlier sweep of the same name.

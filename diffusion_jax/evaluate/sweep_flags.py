@@ -39,21 +39,13 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             '"ema" (the largest; default) or "raw" (none). Repeat the flag for the next stage.',
         ),
         count("size", None, "Side in pixels to which pictures are resized before they are scored."),
-        flags.DEFINE_string(
-            "out", None, "A folder for the results; the first model's workdir by default."
-        ),
-        flags.DEFINE_integer(
-            "seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST
-        ),
+        flags.DEFINE_string("out", None, "A folder for the results; the first model's workdir by default."),
+        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
         count("batch_size", None, "Images drawn at once."),
-        flags.DEFINE_string(
-            "name", None, "Name of the folder under evaluation/; step_N by default."
-        ),
+        flags.DEFINE_string("name", None, "Name of the folder under evaluation/; step_N by default."),
         flags.DEFINE_bool("rehearse", False, "Print what would be scored, and exit."),
         flags.DEFINE_bool("save_images", False, "Also save every image as a PNG."),
-        flags.DEFINE_string(
-            "prompts", None, "Prompts: a .txt, .tsv or COCO's .json file, or SOURCE:PATH::TEXT."
-        ),
+        flags.DEFINE_string("prompts", None, "Prompts: a .txt, .tsv or COCO's .json file, or SOURCE:PATH::TEXT."),
         count("num_prompts", None, "Number of prompts to choose at random; all by default."),
         flags.DEFINE_string("reference", "", "Statistics of real images (.npz), for FID."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
@@ -61,29 +53,18 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             "inception_mode",
             "",
             INCEPTION_MODES,
-            "Inception's preprocessing if "
-            "--reference has no card, because another program wrote it.",
+            "Inception's preprocessing if --reference has no card, because another program wrote it.",
         ),
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
-        flags.DEFINE_string(
-            "clip_reference",
-            "",
-            "Features of real images, made by `metrics stats --clip`, for CMMD.",
-        ),
+        flags.DEFINE_string("clip_reference", "", "Features of real images, made by `metrics stats --clip`, for CMMD."),
         flags.DEFINE_string("dinov2", "", "Weights of DINOv2 (ViT-L/14), for FD-DINOv2."),
         flags.DEFINE_string(
-            "dinov2_reference",
-            "",
-            "Statistics of real images, made by `metrics stats --dinov2`, for FD-DINOv2.",
+            "dinov2_reference", "", "Statistics of real images, made by `metrics stats --dinov2`, for FD-DINOv2."
         ),
-        flags.DEFINE_string(
-            "judge", "", "A judge from `metrics train_judge`, for fd_judge and r1_judge."
-        ),
+        flags.DEFINE_string("judge", "", "A judge from `metrics train_judge`, for fd_judge and r1_judge."),
         flags.DEFINE_string("pickscore", "", "Weights of PickScore, such as a Hub name."),
         flags.DEFINE_string("hpsv2", "", "A folder with OpenCLIP's ViT-H/14 and HPS_v2.1's .pt."),
-        flags.DEFINE_string(
-            "aesthetic", "", "A folder with OpenAI's ViT-L/14 and LAION's aesthetic .pth."
-        ),
+        flags.DEFINE_string("aesthetic", "", "A folder with OpenAI's ViT-L/14 and LAION's aesthetic .pth."),
         flags.DEFINE_string(
             "copies",
             "",

@@ -32,9 +32,7 @@ def write(folder: files.Path) -> None:
     files.write_whole(folder / FOLDER / "0-of-1.json", json.dumps(listed, indent=1))
 
 
-def read_back(
-    folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
-) -> None:
+def read_back(folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False) -> None:
     """Read the files whose checksums `write` stored, and compare the checksums.
 
     Where the system allows it, local files are read from the disk and not from the system's cache.
@@ -59,9 +57,7 @@ def read_back(
             raise OSError(f"{folder / path} differs from what was written: {difference}")
 
 
-def damage(
-    folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
-) -> str | None:
+def damage(folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1) -> str | None:
     """Check files, and return a message about the first damaged one, or None if all are intact.
 
     A file is damaged if it does not match its size or checksum, or has no checksum. If `items`
@@ -163,9 +159,7 @@ def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
     return lambda name, whole: (place(name).stat().st_size, _digest(place(name)) if whole else "")
 
 
-def _difference(
-    look: Callable[[str, bool], tuple[int, str]], name: str, size: int, digest: str | None
-) -> str | None:
+def _difference(look: Callable[[str, bool], tuple[int, str]], name: str, size: int, digest: str | None) -> str | None:
     try:
         now, current = look(name, digest is not None)
         if now != size:

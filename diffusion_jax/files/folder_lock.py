@@ -95,8 +95,10 @@ class FolderLock:
             return True
         logging.info(
             "%s is locked by a process on %s: waiting up to %g s for its heartbeat",
-            self._folder, holder.get("host"), self._stale,
-        )  # fmt: skip
+            self._folder,
+            holder.get("host"),
+            self._stale,
+        )
         while time.monotonic() < deadline:
             if not path.exists():
                 return True

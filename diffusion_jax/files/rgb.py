@@ -13,12 +13,7 @@ from PIL import ExifTags, Image, ImageCms, ImageFile, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
-_SPACES = {
-    "RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"),
-    "GRAY": ("L", "1"),
-    "CMYK": ("CMYK",),
-    "Lab": ("LAB",),
-}
+_SPACES = {"RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"), "GRAY": ("L", "1"), "CMYK": ("CMYK",), "Lab": ("LAB",)}
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
 
 
@@ -47,9 +42,7 @@ def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> 
 
 
 def to_rgb(
-    image: Image.Image,
-    resize: Callable[[Image.Image], Image.Image] = lambda image: image,
-    background: str = "white",
+    image: Image.Image, resize: Callable[[Image.Image], Image.Image] = lambda image: image, background: str = "white"
 ) -> Image.Image:
     """Return an image of mode RGB: upright, in sRGB, without transparency.
 
@@ -103,8 +96,7 @@ def to_mask(image: Image.Image) -> Image.Image:
         # Without transparent pixels, a grey is the soft edge of a brush.
         if opaque.size < alpha.size and ((opaque > 15) & (opaque < 240)).any():
             raise ValueError(
-                "transparent parts and colours, which do not say what is masked: give a mask that "
-                "is black and white"
+                "transparent parts and colours, which do not say what is masked: give a mask that is black and white"
             )
     return flat
 
@@ -124,9 +116,7 @@ def _to_8_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
         white = 4095
     low, high = pixels.min(), pixels.max()
     if not 0 <= low <= high <= white or (image.mode == "I" and image.format == "TIFF"):
-        raise ValueError(
-            f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
-        )
+        raise ValueError(f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits")
     white_is_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
     if image.mode == "I;16" and white_is_zero:  # Pillow inverts 8 bits only.
         pixels = white - pixels

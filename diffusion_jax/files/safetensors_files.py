@@ -17,10 +17,19 @@ from diffusion_jax.files import untrusted
 from diffusion_jax.files.remote import Remote
 
 _DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_, "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2,
-}  # fmt: skip
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+}
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -85,9 +94,7 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any], dict[str, str
         ends = [8 + length + entry["data_offsets"][1] for entry in entries.values()]
         unsound = [name for name, entry in entries.items() if not _is_sound(entry)]
     except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"{path} is damaged or not a safetensors file: download it again"
-        ) from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: download it again") from error
     if unsound:
         raise ValueError(
             f"{path} is damaged, because the size and the shape of its array "
@@ -112,8 +119,5 @@ def _is_sound(entry: Mapping[str, Any]) -> bool:
 
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:
     if entry["dtype"] not in _DTYPES:
-        raise ValueError(
-            f"{name} has the unknown type {entry['dtype']}: convert it to one of "
-            f"{', '.join(_DTYPES)}"
-        )
+        raise ValueError(f"{name} has the unknown type {entry['dtype']}: convert it to one of {', '.join(_DTYPES)}")
     return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -9,11 +9,7 @@ from diffusion_jax import files
 
 
 def record(
-    path: str | os.PathLike[str],
-    identity: Mapping[str, Any],
-    *,
-    free: tuple[str, ...] = (),
-    write: bool = True,
+    path: str | os.PathLike[str], identity: Mapping[str, Any], *, free: tuple[str, ...] = (), write: bool = True
 ) -> dict[str, Any]:
     """Write the settings `identity` into the JSON file `path`, or compare them with that file.
 
@@ -44,9 +40,7 @@ def record(
     return now
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()
-) -> str:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
     """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
     Takes the arguments of `changed_fields`.

@@ -94,9 +94,7 @@ def _font(letters: str) -> Any:
         codes = " ".join(f"{ord(letter):x}" for letter in letters)
         command = ["fc-match", "--format=%{file}", f":charset={codes}"]
         try:
-            matched = subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=20
-            )
+            matched = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
             return ImageFont.truetype(matched.stdout, _LETTERS)
         except (OSError, subprocess.SubprocessError):  # Without fontconfig, or without any font.
             pass
@@ -112,8 +110,6 @@ def png(image: UInt8[np.ndarray, "H W 3"], parameters: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def write_png(
-    path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"], parameters: str = ""
-) -> None:
+def write_png(path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"], parameters: str = "") -> None:
     """Write a whole PNG file that holds the text `parameters`, or none if it is ""."""
     files.write_whole(path, png(image, parameters))

@@ -38,9 +38,7 @@ def num_ranges(rows: int) -> int:
     return max(1, -(-rows // _ROWS))
 
 
-def read_range(
-    paths: Iterable[pathlib.Path], dtype: np.dtype, number: int, count: int
-) -> np.ndarray:
+def read_range(paths: Iterable[pathlib.Path], dtype: np.dtype, number: int, count: int) -> np.ndarray:
     """Return the rows of key range `number` (from 0 to count - 1), concatenated over all tables."""
     bounds = [_bound(number, count), _bound(number + 1, count)]
     parts = [np.zeros(0, dtype)]

@@ -27,10 +27,7 @@ from diffusion_jax.files import rgb
 from diffusion_jax.files.remote import Remote
 
 WEB_FORMATS = ("JPEG", "PNG", "WEBP")
-_PLUGINS = (
-    "pillow_jxl",
-    "pillow_heif.HeifImagePlugin",
-)  # Importing one adds its formats to Pillow.
+_PLUGINS = ("pillow_jxl", "pillow_heif.HeifImagePlugin")  # Importing one adds its formats to Pillow.
 # EPS runs Ghostscript, and MPEG has no decoder.
 _UNUSED = ("EPS", "MPEG")
 _PIXELS = 2**25  # An image of any size in bytes may have this many pixels,
@@ -56,10 +53,12 @@ def image_formats() -> tuple[str, ...]:
             importlib.import_module(plugin)
     Image.init()
     decoded = [
-        name for name, (factory, accept) in Image.OPEN.items()
-        if accept and name not in (*WEB_FORMATS, *_UNUSED)
+        name
+        for name, (factory, accept) in Image.OPEN.items()
+        if accept
+        and name not in (*WEB_FORMATS, *_UNUSED)
         and not (isinstance(factory, type) and issubclass(factory, ImageFile.StubImageFile))
-    ]  # fmt: skip
+    ]
     return (*WEB_FORMATS, *decoded, "TGA")
 
 
@@ -67,9 +66,7 @@ def image_formats() -> tuple[str, ...]:
 def image_suffixes() -> tuple[str, ...]:
     """Return the suffixes of the files that `open_image` opens, in lower case, without the dot."""
     formats = (*image_formats(), "MPO")  # MPO files are JPEGs with further frames.
-    return tuple(
-        sorted(s[1:] for s, name in Image.registered_extensions().items() if name in formats)
-    )
+    return tuple(sorted(s[1:] for s, name in Image.registered_extensions().items() if name in formats))
 
 
 def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = ()) -> Image.Image:
@@ -175,9 +172,7 @@ def check_inside(name: str, path: pathlib.Path) -> None:
 def check_unpacked(unpacked: int, path: pathlib.Path) -> None:
     """Raise ValueError if a file that unpacks to `unpacked` bytes is far smaller than that."""
     if unpacked > (limit := _limit(path.stat().st_size)):
-        raise ValueError(
-            f"{path} unpacks to more than {limit:,} bytes, the limit for a file of its size"
-        )
+        raise ValueError(f"{path} unpacks to more than {limit:,} bytes, the limit for a file of its size")
 
 
 def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
@@ -256,9 +251,7 @@ class Unpacked:
 
     def _check(self, end: int) -> None:
         if end > self._limit:
-            raise ValueError(
-                f"it unpacks to more than {self._limit:,} bytes, the limit for a file of its size"
-            )
+            raise ValueError(f"it unpacks to more than {self._limit:,} bytes, the limit for a file of its size")
 
 
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
@@ -286,8 +279,7 @@ def read_array(file: Any, size: int) -> np.ndarray:
     NumPy's own reader is not used, because it allocates memory for whatever shape the header
     states.
     """
-    header = {(1, 0): np.lib.format.read_array_header_1_0,
-              (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
+    header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(file)
     if version not in header:
         raise ValueError(f"the .npy has version {version}: only 1.0 and 2.0 are supported")
@@ -315,8 +307,7 @@ def check_archive(file: Any) -> None:
     file.seek(0)
     if unpacked > (limit := _limit(packed)):
         raise ValueError(
-            f"its {packed:,} bytes unpack to {unpacked:,}, but a file of its size may unpack to "
-            f"{limit:,} at most"
+            f"its {packed:,} bytes unpack to {unpacked:,}, but a file of its size may unpack to {limit:,} at most"
         )
 
 

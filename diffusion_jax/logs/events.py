@@ -85,9 +85,7 @@ def _open(folder: pathlib.Path, after: int) -> Any:
     tf, metric_writers = _import()
     if tf is None:
         hint = "pip install -r requirements.txt"
-        logging.warning(
-            "no event files for TensorBoard are written (%s): run %s", metric_writers, hint
-        )
+        logging.warning("no event files for TensorBoard are written (%s): run %s", metric_writers, hint)
         return _Nothing()
     tf.config.set_visible_devices([], "GPU")  # By default, TensorFlow takes all GPU memory.
     for path in folder.glob("events.out.tfevents.*"):

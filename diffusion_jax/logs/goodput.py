@@ -51,13 +51,9 @@ def starts(entries: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, An
     return found
 
 
-def repeated(
-    entries: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], step: int
-) -> float:
+def repeated(entries: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], step: int) -> float:
     """Return the seconds of the logged steps after `step`, which a start from there takes again."""
-    later = [
-        {**entry, "first_step": max(step, entry["first_step"]), "seconds": {}} for entry in entries
-    ]
+    later = [{**entry, "first_step": max(step, entry["first_step"]), "seconds": {}} for entry in entries]
     return sum(total(starts(later, lines)).values(), 0.0)
 
 

@@ -29,9 +29,7 @@ class Meter:
     `done`. The rate includes only items counted after that.
     """
 
-    def __init__(
-        self, noun: str, total: int | None, *, name: str = "", done: int = 0, every: float = 5.0
-    ):
+    def __init__(self, noun: str, total: int | None, *, name: str = "", done: int = 0, every: float = 5.0):
         """Start the clock.
 
         `noun` is the plural of the counted items, such as "captions". `name` is the name of the

@@ -38,9 +38,7 @@ class MetricWriter:
     become null. Only process 0 writes. Each line is flushed to the operating system at once.
     """
 
-    def __init__(
-        self, workdir: str | os.PathLike[str], config: Mapping[str, Any], resumed_from: int = 0
-    ) -> None:
+    def __init__(self, workdir: str | os.PathLike[str], config: Mapping[str, Any], resumed_from: int = 0) -> None:
         """Open the files, and remove the metrics of steps after `resumed_from`.
 
         TensorBoard shows `config` as hparams.
@@ -58,9 +56,7 @@ class MetricWriter:
                 files.write_whole(self._path, "".join(kept))
             self._file = self._path.open("a", encoding="utf-8")
             self._opened.enter_context(self._file)
-        self._events = self._opened.enter_context(
-            events.writing(folder / events.FOLDER, resumed_from)
-        )
+        self._events = self._opened.enter_context(events.writing(folder / events.FOLDER, resumed_from))
         self._events.write_hparams(events.hparams(config))
         self._trackers: list[Any] = [self._events]
         project = config.get("log", {}).get("wandb", "")
@@ -168,9 +164,7 @@ def _whole_lines(path: str | os.PathLike[str]) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _parse(
-    path: str | os.PathLike[str], content: bytes, first: int = 1
-) -> tuple[list[dict[str, Any]], list[str]]:
+def _parse(path: str | os.PathLike[str], content: bytes, first: int = 1) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parsed lines of `content`, and one message per damaged line.
 
     `path` and `first`, the number of the first line, appear in the messages.
@@ -197,9 +191,8 @@ def _metrics(line: Any) -> dict[str, Any]:
 
 
 def write_manifest(
-    workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int,
-    autotuning: str = "",
-) -> None:  # fmt: skip
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int, autotuning: str = ""
+) -> None:
     """Append an entry for this start of the run to the list "runs" in manifest.json.
 
     If earlier starts had logged steps after `step`, which this one repeats, the entry also holds
@@ -241,9 +234,7 @@ def read_cpu_seconds(workdir: str | os.PathLike[str], step: int) -> float:
     return total
 
 
-def begin_from(
-    workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str, averages_from: int = 0
-) -> None:
+def begin_from(workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str, averages_from: int = 0) -> None:
     """Write the lineage of a new workdir that continues the checkpoint of `step` of another run.
 
     The workdir also gets the metrics of `run` and its entries in the manifest, up to `step`, so
@@ -264,17 +255,13 @@ def begin_from(
     _write_runs(workdir, entries, lineage | ({"continued_from": earlier} if earlier else {}))
 
 
-def _write_runs(
-    workdir: str | os.PathLike[str], entries: Sequence[Any], lineage: Mapping[str, Any] | None
-) -> None:
+def _write_runs(workdir: str | os.PathLike[str], entries: Sequence[Any], lineage: Mapping[str, Any] | None) -> None:
     content = {"continued_from": lineage} if lineage else {}
     text = json.dumps(content | {"runs": entries}, indent=1)
     files.write_whole(files.path(workdir) / MANIFEST, text)
 
 
-def manifest_entry(
-    config: Mapping[str, Any], seed: int, step: int, autotuning: str = ""
-) -> dict[str, Any]:
+def manifest_entry(config: Mapping[str, Any], seed: int, step: int, autotuning: str = "") -> dict[str, Any]:
     """Return the manifest entry, as JSON values, for this start of a run, after step `step`.
 
     The entry holds the config, the seed, `step` (as "first_step"), the time, the command line,

@@ -38,9 +38,7 @@ class WandbWriter:
 def check(project: str) -> None:
     """Raise ValueError if `project`, the value of log.wandb, is set, but wandb is missing."""
     if project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f'log.wandb is {project!r}, but wandb is not installed: pip install -e ".[wandb]"'
-        )
+        raise ValueError(f'log.wandb is {project!r}, but wandb is not installed: pip install -e ".[wandb]"')
 
 
 @contextlib.contextmanager
@@ -67,9 +65,13 @@ def writing(
     if not path.exists():
         files.write_whole(path, uuid.uuid4().hex)
     run = wandb.init(
-        project=project, name=files.path(workdir).name, id=path.read_text(), resume="allow",
-        dir=str(folder), config=dict(config),
-    )  # fmt: skip
+        project=project,
+        name=files.path(workdir).name,
+        id=path.read_text(),
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+    )
     try:
         yield WandbWriter(run, wandb.Image)
     finally:

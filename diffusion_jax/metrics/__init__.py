@@ -11,13 +11,4 @@ from diffusion_jax.metrics.fid import frechet
 from diffusion_jax.metrics.mmd import kid
 from diffusion_jax.metrics.stats_files import read as read_stats
 
-__all__ = [
-    "frechet",
-    "kid",
-    "load_clip",
-    "load_dinov2",
-    "load_inception",
-    "on_host",
-    "pair_cosines",
-    "read_stats",
-]
+__all__ = ["frechet", "kid", "load_clip", "load_dinov2", "load_inception", "on_host", "pair_cosines", "read_stats"]

@@ -73,44 +73,36 @@ from diffusion_jax.metrics.judges import judge
 from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.table import METRICS
 
-_IMAGES = flags.DEFINE_string(
-    "images", None, "stats: the images, as a folder, tars or SOURCE:PATH::TEXT."
-)
+_IMAGES = flags.DEFINE_string("images", None, "stats: the images, as a folder, tars or SOURCE:PATH::TEXT.")
 _OUT = flags.DEFINE_string("out", None, "Output file, or folder for train_judge.")
-_WEIGHTS = flags.DEFINE_string(
-    "weights", "", "File with the FID Inception's weights; downloaded by default."
-)
+_WEIGHTS = flags.DEFINE_string("weights", "", "File with the FID Inception's weights; downloaded by default.")
 _MODE = flags.DEFINE_enum(
-    "mode", None, [*preprocess.INCEPTION], "Preprocessing for Inception; pytorch by default. fid "
+    "mode",
+    None,
+    [*preprocess.INCEPTION],
+    "Preprocessing for Inception; pytorch by default. fid "
     "needs this flag for a statistics file that another program wrote.",
-)  # fmt: skip
-_DIMS = flags.DEFINE_enum(
-    "dims", "2048", [*inception.LEVELS], "Level of Inception's features; 2048 is FID's."
 )
+_DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features; 2048 is FID's.")
 _SIZE = flags.DEFINE_integer(
     "size", 0, "Image side in pixels; 0 does not resize. train_judge: 64 by default.", lower_bound=0
 )
 _FIT = flags.DEFINE_enum(
-    "fit", "exact", images.FITS, "How to resize images to --size: squash ignores the aspect ratio, "
+    "fit",
+    "exact",
+    images.FITS,
+    "How to resize images to --size: squash ignores the aspect ratio, "
     "crop cuts the centre out, and exact does not resize.",
-)  # fmt: skip
-_BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
-_SPATIAL = flags.DEFINE_bool(
-    "spatial", False, "stats: also save mu_s and sigma_s. fid: print sFID."
 )
+_BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
+_SPATIAL = flags.DEFINE_bool("spatial", False, "stats: also save mu_s and sigma_s. fid: print sFID.")
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features.")
 _ALL = flags.DEFINE_bool("all", False, "fid: print all scores. fid and clip: add intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of KID's subsets, of the intervals and of train_judge.", lower_bound=0
-)
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "clip: a .txt file with one prompt per line, a table, or FILE::COLUMN."
-)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of KID's subsets, of the intervals and of train_judge.", lower_bound=0)
+_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a .txt file with one prompt per line, a table, or FILE::COLUMN.")
 _CLIP = flags.DEFINE_string("clip", None, "clip, stats: folder or Hub name of a CLIP.")
-_CLIP_MODE = flags.DEFINE_enum(
-    "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
-)
+_CLIP_MODE = flags.DEFINE_enum("clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP.")
 _DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: a folder of real images, for CMMD.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: card fields that may differ.")
@@ -118,13 +110,15 @@ _DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOUR
 _SEEN = flags.DEFINE_integer(
     "seen", 150_000, "train_judge: number of training pictures, with repetition.", lower_bound=1
 )
-_OTHER = flags.DEFINE_string("other", "", "train_judge: a data set with the same captions in "
-                             "another style, for one more test.")  # fmt: skip
+_OTHER = flags.DEFINE_string(
+    "other", "", "train_judge: a data set with the same captions in another style, for one more test."
+)
 _SHARD = flags.DEFINE_integer(
-    "shard_images", sharded_stats.StatsOptions().shard,
-    "stats: images per shard. An interruption loses at "
-    "most the work on one shard.", lower_bound=1,
-)  # fmt: skip
+    "shard_images",
+    sharded_stats.StatsOptions().shard,
+    "stats: images per shard. An interruption loses at most the work on one shard.",
+    lower_bound=1,
+)
 engines.define_flags()
 _SHARED = ("shard_images", "worker", "workers", "engine", "beam_options", "dry_run")
 _ONLY_FOR: Mapping[str, Collection[str]] = {
@@ -160,11 +154,7 @@ def main(argv: list[str]) -> None:
                 cli.start()
                 _score_clip(folder)
             case ["compare", *paths] if len(paths) > 1:
-                _print_table(
-                    cards.table(
-                        {path: cards.read_scored(path) for path in paths}, allow=_ALLOW.value
-                    )
-                )
+                _print_table(cards.table({path: cards.read_scored(path) for path in paths}, allow=_ALLOW.value))
             case ["convert", path, out]:
                 converted = weights.convert(path, out)
                 origin = "the" if converted.official else "not the"
@@ -172,16 +162,10 @@ def main(argv: list[str]) -> None:
             case ["train_judge"] if _DATA.value and _OUT.value:
                 cli.start()
                 trained = train_judge.train(
-                    _DATA.value,
-                    size=_SIZE.value or 64,
-                    seen=_SEEN.value,
-                    seed=_SEED.value,
-                    other=_OTHER.value,
+                    _DATA.value, size=_SIZE.value or 64, seen=_SEEN.value, seed=_SEED.value, other=_OTHER.value
                 )
                 judge.save(trained, _OUT.value)
-                _print_table(
-                    [{"pictures": name, **row} for name, row in trained.card["scores"].items()]
-                )
+                _print_table([{"pictures": name, **row} for name, row in trained.card["scores"].items()])
             case _:
                 print(__doc__, file=sys.stderr)
                 sys.exit(2)
@@ -215,8 +199,7 @@ def _fid(a: str, b: str) -> None:
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
-            "--all needs the features of both sets: use folders, or files written by `stats` with "
-            "--keep_features"
+            "--all needs the features of both sets: use folders, or files written by `stats` with --keep_features"
         )
     main = generated.gaussian if generated.features is None else generated.features
     rows = {kind: main, "inception_spatial": generated.spatial, **generated.more}
@@ -225,9 +208,7 @@ def _fid(a: str, b: str) -> None:
     if real.spatial is not None and generated.spatial is not None:
         names += _metrics_of("inception_spatial")
     elif _SPATIAL.value:
-        raise ValueError(
-            "--spatial needs mu_s and sigma_s in both files: write them with `stats --spatial`"
-        )
+        raise ValueError("--spatial needs mu_s and sigma_s in both files: write them with `stats --spatial`")
     names += _metrics_of("inception_unbiased") if _ALL.value and generated.more else []
     counts = [side.gaussian.n for side in (real, generated)]
     empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
@@ -237,15 +218,17 @@ def _fid(a: str, b: str) -> None:
         sizes = card["image_size"], size
         logging.warning(
             "the generated images have the height and width %s, but the real images have %s: this "
-            "difference affects the distance", *sizes,
-        )  # fmt: skip
+            "difference affects the distance",
+            *sizes,
+        )
     few = [n for n in counts if n is not None and n < _FEW * extractor.width]
     if few:
         logging.warning(
             "there are only %d images for features of %d dimensions: the distance mostly depends "
             "on the number of images, so compare it only with distances for the same number",
-            few[0], extractor.width,
-        )  # fmt: skip
+            few[0],
+            extractor.width,
+        )
     card = card | {"reference": cards.reference_name(a, counts[0])}
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
 
@@ -281,10 +264,7 @@ def _metrics_of(kind: str) -> list[str]:
 
 
 def _scores(
-    names: Sequence[str],
-    rows: Mapping[str, Any],
-    real: stats_files.Stats | None,
-    column: Callable[[str], str],
+    names: Sequence[str], rows: Mapping[str, Any], real: stats_files.Stats | None, column: Callable[[str], str]
 ) -> dict[str, float]:
     """Compute the metrics `names`; return their table columns, with intervals if --all is set.
 
@@ -298,9 +278,7 @@ def _scores(
     for name in names:
         reference = METRICS[name].reference
         real_side = [prepare(reference)] if reference else []
-        score = METRICS[name].score(
-            rows[METRICS[name].features], *real_side, **options.get(name, {})
-        )
+        score = METRICS[name].score(rows[METRICS[name].features], *real_side, **options.get(name, {}))
         scores |= table.columns(column(name), score, seed=_SEED.value, interval=_ALL.value)
     return scores
 
@@ -328,8 +306,12 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
         stats_files.check_mode(path, stats, _MODE.value or "", "--mode")
     stats_files.check(path, stats, extractor)
     if stats.card is None:
-        logging.warning("%s has no card: assuming the extractor %s with preprocessing %s", path,
-                        extractor.name, extractor.preprocessing)  # fmt: skip
+        logging.warning(
+            "%s has no card: assuming the extractor %s with preprocessing %s",
+            path,
+            extractor.name,
+            extractor.preprocessing,
+        )
     return stats
 
 
@@ -340,9 +322,7 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     """
     opened = sharded_stats.ImageSet(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
-    stream, skipped = extractors.extract(
-        extractor, opened.source, mesh, batch_size=_BATCH.value, progress=progress
-    )
+    stream, skipped = extractors.extract(extractor, opened.source, mesh, batch_size=_BATCH.value, progress=progress)
     card = opened.card(stream.n, skipped)
     if card["skipped"]:
         details = len(opened), path, card["skipped"]

@@ -33,12 +33,7 @@ def mean(values: Float[np.ndarray, "N"]) -> Score:
 
 
 def interval(
-    each: Float[np.ndarray, "N"],
-    score: float,
-    *,
-    replicates: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    each: Float[np.ndarray, "N"], score: float, *, replicates: int = 1000, confidence: float = 0.95, seed: int = 0
 ) -> ConfidenceInterval:
     """Return the percentile bootstrap interval of a score, to first order.
 

@@ -21,8 +21,7 @@ ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "ref
 """Fields that must be equal for scores to be comparable."""
 _ALWAYS_ALIKE = ("prompts",)
 """Fields of ALIKE that no --allow lifts for HPSv2: its author demands equal prompts."""
-FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model",
-        "resized")  # fmt: skip
+FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model", "resized")
 """Fields that describe the scored model and may differ between the rows of a table.
 
 `model` is a hash of the model's weights."""
@@ -134,9 +133,7 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
     cards = [item.card for item in scored.values()]
     common = set.intersection(*(set(item.scores) for item in scored.values()))
     if not common:
-        raise ValueError(
-            f"{', '.join(scored)} have no score in common: compare files of the same metric"
-        )
+        raise ValueError(f"{', '.join(scored)} have no score in common: compare files of the same metric")
     needed = _ALWAYS_ALIKE if "hpsv2" in common else ()
     strict = [field for field in ALIKE if field not in allow or field in needed]
     for field, values in differing(cards, strict).items():

@@ -15,9 +15,7 @@ from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import clip, clip_weights, tokenize
 from diffusion_jax.weights import pretrained, torch_weights
 
-PREPROCESSING = {
-    "open_clip": preprocess.open_clip, "squash": preprocess.squash, "pad": preprocess.pad,
-}  # fmt: skip
+PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash, "pad": preprocess.pad}
 
 
 class ClipExtractors(NamedTuple):
@@ -31,9 +29,12 @@ class ClipExtractors(NamedTuple):
 
 
 def load(
-    weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip",
+    weights: str | os.PathLike[str],
+    *,
+    name: str = "",
+    preprocessing: str = "open_clip",
     file: pathlib.Path | None = None,
-) -> ClipExtractors:  # fmt: skip
+) -> ClipExtractors:
     """Load both towers of a CLIP model in float32.
 
     Args:
@@ -50,9 +51,7 @@ def load(
             towers, each with its projection.
     """
     if preprocessing not in PREPROCESSING:
-        raise ValueError(
-            f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}"
-        )
+        raise ValueError(f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder, file)
     with pretrained.errors_of(folder):

@@ -99,10 +99,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
         state, config = torch_files.read_state_dict(file), {}
     else:
         folder = pretrained.locate(weights)
-        state, config = (
-            pretrained.open_weights(folder),
-            pretrained.read_json(folder / "config.json"),
-        )
+        state, config = (pretrained.open_weights(folder), pretrained.read_json(folder / "config.json"))
     network, state = of_state(state, config.get("num_attention_heads"))
     shapes = abstract_params(network)
     params = torch_weights.to_params(state, table(shapes), shapes)
@@ -172,11 +169,8 @@ def abstract_params(network: DinoV2) -> Any:
 
 def table(params: Any) -> list[torch_weights.Entry]:
     """Return a table that maps each parameter to its name in the state dict from `of_state`."""
-    rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"),
-             ("class_token", "cls_token")]  # fmt: skip
-    return torch_weights.table(
-        params, lambda path: torch_weights.rename(path, rules), [("patch", CONV)]
-    )
+    rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"), ("class_token", "cls_token")]
+    return torch_weights.table(params, lambda path: torch_weights.rename(path, rules), [("patch", CONV)])
 
 
 # Patterns that map the authors' names, and both of Hugging Face's versions, to this module's names.

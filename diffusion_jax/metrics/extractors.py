@@ -86,9 +86,7 @@ class Extracted(NamedTuple):
     """Number of skipped images, keyed by "not_finite" or by the text from Source.reason."""
 
 
-def inception_extractor(
-    weights: InceptionWeights, mode: str = "pytorch", level: str = "2048"
-) -> Extractor:
+def inception_extractor(weights: InceptionWeights, mode: str = "pytorch", level: str = "2048") -> Extractor:
     """Return the FID Inception as a feature extractor.
 
     Args:
@@ -106,9 +104,7 @@ def inception_extractor(
         *(("level", name, inception.LEVELS) for name in levels),
     ):
         if value not in names:
-            raise ValueError(
-                f"Inception has no {argument} {value!r}: choose from {', '.join(names)}"
-            )
+            raise ValueError(f"Inception has no {argument} {value!r}: choose from {', '.join(names)}")
 
     def apply(params, x):
         outputs = inception.apply(params, x)
@@ -189,9 +185,7 @@ def make_extract(
         pending = None
         for start in range(rows.start, rows.stop, batch_size):
             end = min(start + batch_size, rows.stop)
-            images, status = _read(
-                source, np.minimum(np.arange(start, start + size), end - 1), rows_sharding
-            )
+            images, status = _read(source, np.minimum(np.arange(start, start + size), end - 1), rows_sharding)
             arrays = run(params, images), share(status)
             if pending is not None:
                 yield _fetch(*pending)
@@ -239,9 +233,7 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
     return run
 
 
-def on_host(
-    extractor: Extractor, batch_size: int | None = None
-) -> Callable[[np.ndarray], FeatureRows]:
+def on_host(extractor: Extractor, batch_size: int | None = None) -> Callable[[np.ndarray], FeatureRows]:
     """Return a function that maps images or token ids [B, ...] on the host to features [B, D].
 
     The devices process `batch_size` rows at a time; None stands for all rows at once. Every process

@@ -103,10 +103,7 @@ class Stream:
     def features(self) -> FeatureRows:
         """Return all finite rows [n, D]. Raises ValueError if the stream has keep=False."""
         if not self._keep:
-            raise ValueError(
-                "the stream did not store its features: create it with keep=True instead of "
-                "keep=False"
-            )
+            raise ValueError("the stream did not store its features: create it with keep=True instead of keep=False")
         return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
 
     def sums(self) -> Sums:

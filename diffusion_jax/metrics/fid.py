@@ -48,9 +48,7 @@ def score(sample: FeatureSample, reference: ReferenceFeatures) -> Score:
     return Score(value, _influence(mean, rows, shares, reference))
 
 
-def score_at_infinity(
-    sample: FeatureSample, reference: ReferenceFeatures, *, seed: int = 0
-) -> Score:
+def score_at_infinity(sample: FeatureSample, reference: ReferenceFeatures, *, seed: int = 0) -> Score:
     """Return the distance extrapolated to infinitely many images (FID-infinity) as a score.
 
     The score's extra column "residual" is the root-mean-square residual of the fit. For the fit and
@@ -58,9 +56,7 @@ def score_at_infinity(
     features.
     """
     if isinstance(sample, Gaussian):
-        raise ValueError(
-            "FID-infinity needs the features of each image, not only their mean and covariance"
-        )
+        raise ValueError("FID-infinity needs the features of each image, not only their mean and covariance")
     value, residual = extrapolated(sample, reference, seed=seed)
     return Score(value, more={"residual": residual})
 
@@ -174,9 +170,7 @@ def _row_shares(rows: Float[np.ndarray, "N R"]) -> tuple[Float[np.ndarray, "N"],
     return shares, np.sqrt(np.maximum(squares, 0)).sum()
 
 
-def _total(
-    mean: Float[np.ndarray, "D"], trace: float, cross: float, reference: ReferenceFeatures
-) -> float:
+def _total(mean: Float[np.ndarray, "D"], trace: float, cross: float, reference: ReferenceFeatures) -> float:
     between = np.square(mean - reference.mean).sum()
     return float(between + trace + np.square(reference.factor).sum() - 2 * cross)
 

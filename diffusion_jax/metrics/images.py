@@ -63,9 +63,7 @@ def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
     paths, masks = _listed(folder)
     read = lambda i: (paths[i].read_bytes(), str(paths[i]))
     left_out = lambda: {"unused_mask": len(masks)} if masks else {}
-    return ImageFiles(
-        len(paths), read, left_out, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
-    )
+    return ImageFiles(len(paths), read, left_out, lambda: [f"{p.name} {p.stat().st_size}" for p in paths])
 
 
 def _listed(folder: str | os.PathLike[str]) -> tuple[list[pathlib.Path], Collection[str]]:
@@ -171,8 +169,7 @@ class DecodedFiles:
         """
         if fit not in FITS or (fit == "exact") != (size == 0):
             raise ValueError(
-                f"fit is {fit!r} with size {size}: choose 'squash' or 'crop' with a size, or "
-                "'exact' without a size"
+                f"fit is {fit!r} with size {size}: choose 'squash' or 'crop' with a size, or 'exact' without a size"
             )
         self._files, self._size, self._fit = files, size, fit
         self._unlike = ""
@@ -183,9 +180,7 @@ class DecodedFiles:
         """Return the number of files, including broken ones."""
         return self._files.number
 
-    def read(
-        self, indices: np.ndarray
-    ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
+    def read(self, indices: np.ndarray) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
         """Return the images at `indices`, and a status for each image: 0 if it is usable.
 
         All pixels of unusable images are 0.

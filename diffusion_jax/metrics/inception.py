@@ -20,10 +20,7 @@ InceptionParams = Mapping[str, Mapping[str, Conv]]
 
 "stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
 
-LEVELS = {
-    "64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008,
-    "spatial": 2023, "unbiased": 1008,
-}  # fmt: skip
+LEVELS = {"64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008, "spatial": 2023, "unbiased": 1008}
 """Maps each feature level to its number of features."""
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -149,9 +146,8 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
     if kernel.shape[:2] == (1, 1):
         return jax.nn.relu(_side_by_side([conv], x)[0])
     y = jax.lax.conv_general_dilated(
-        x, kernel, (stride, stride), padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"), precision=_EXACT,
-    )  # fmt: skip
+        x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), precision=_EXACT
+    )
     return jax.nn.relu(y + conv["bias"])
 
 

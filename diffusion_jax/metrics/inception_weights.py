@@ -19,10 +19,12 @@ from diffusion_jax.weights.torch_weights import CONV, VECTOR, Entry
 _EPS = 1e-3  # Epsilon of the batch norms.
 _NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 _STEM = {
-    "Conv2d_1a_3x3": (3, 32, 3, 3), "Conv2d_2a_3x3": (32, 32, 3, 3),
-    "Conv2d_2b_3x3": (32, 64, 3, 3), "Conv2d_3b_1x1": (64, 80, 1, 1),
+    "Conv2d_1a_3x3": (3, 32, 3, 3),
+    "Conv2d_2a_3x3": (32, 32, 3, 3),
+    "Conv2d_2b_3x3": (32, 64, 3, 3),
+    "Conv2d_3b_1x1": (64, 80, 1, 1),
     "Conv2d_4a_3x3": (80, 192, 3, 3),
-}  # fmt: skip
+}
 Sizes = dict[str, tuple[int, int, int, int]]
 """Maps a convolution's name within its block to (channels in, channels out, height, width)."""
 
@@ -39,9 +41,7 @@ def to_params(state: torch_weights.StateDict) -> inception.InceptionParams:
     state = {name: array for name, array in state.items() if not name.endswith(counters)}
     raw = torch_weights.to_params(state, _table(), _abstract())
     folded: dict[str, Any] = {
-        block: {name: _fold(conv) for name, conv in convs.items()}
-        for block, convs in raw.items()
-        if block != "fc"
+        block: {name: _fold(conv) for name, conv in convs.items()} for block, convs in raw.items() if block != "fc"
     }
     return folded | {"fc": raw["fc"]}
 
@@ -66,10 +66,7 @@ def blocks() -> dict[str, Sizes]:
         "Mixed_5b": _block_5(192, 32),
         "Mixed_5c": _block_5(256, 64),
         "Mixed_5d": _block_5(288, 64),
-        "Mixed_6a": {
-            "branch3x3": (288, 384, 3, 3),
-            **_chain("branch3x3dbl", 288, (64, 1, 1), (96, 3, 3), (96, 3, 3)),
-        },
+        "Mixed_6a": {"branch3x3": (288, 384, 3, 3), **_chain("branch3x3dbl", 288, (64, 1, 1), (96, 3, 3), (96, 3, 3))},
         "Mixed_6b": _block_6(128),
         "Mixed_6c": _block_6(160),
         "Mixed_6d": _block_6(160),
@@ -153,11 +150,7 @@ def _table() -> list[Entry]:
             path = f"{block}/{name}"
             entries.append(Entry(f"{torch}.conv.weight", f"{path}/kernel", CONV))
             entries += [Entry(f"{torch}.bn.{n}", f"{path}/{p}", VECTOR) for n, p in _NORM.items()]
-    return [
-        *entries,
-        Entry("fc.weight", "fc/fc/kernel", _CLASSIFIER),
-        Entry("fc.bias", "fc/fc/bias", VECTOR),
-    ]
+    return [*entries, Entry("fc.weight", "fc/fc/kernel", _CLASSIFIER), Entry("fc.bias", "fc/fc/bias", VECTOR)]
 
 
 _CLASSIFIER = torch_weights.Layout(lambda w: w.T[None, None], lambda w: w[0, 0].T)
@@ -179,7 +172,4 @@ def _fold(conv: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "..."]]:
     """Fold a batch norm into the kernel and bias of its convolution, in float64."""
     scale = conv["scale"] / np.sqrt(conv["variance"].astype(np.float64) + _EPS)
     bias = conv["bias"] - conv["mean"] * scale
-    return {
-        "kernel": (conv["kernel"] * scale).astype(np.float32),
-        "bias": bias.astype(np.float32),
-    }
+    return {"kernel": (conv["kernel"] * scale).astype(np.float32), "bias": bias.astype(np.float32)}

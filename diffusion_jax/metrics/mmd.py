@@ -23,9 +23,7 @@ _BLOCK = 2048
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def score_kid(
-    generated: FeatureRows, real: FeatureRows, *, size: int | None = None, seed: int = 0
-) -> Score:
+def score_kid(generated: FeatureRows, real: FeatureRows, *, size: int | None = None, seed: int = 0) -> Score:
     """Return the KID between generated and real features, averaged over 100 pairs of subsets.
 
     The score's extra column "deviation" is the standard deviation over the pairs. `size` is the
@@ -58,9 +56,7 @@ class Kid(NamedTuple):
     """First-order contribution of each image of the second set to the KID between the full sets."""
 
 
-def kid(
-    x: FeatureRows, y: FeatureRows, *, subsets: int = 100, size: int = 1000, seed: int = 0
-) -> Kid:
+def kid(x: FeatureRows, y: FeatureRows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
     """Return KID's mean and deviation over pairs of random subsets of `x` and `y`.
 
     The result also has the contribution of each image of `y`. KID (Binkowski et al. 2018) is the
@@ -95,13 +91,9 @@ def kid(
     for mask in members:
         mask[:, -1] = 1  # All images.
     # A constant subtracted from the kernel cancels in the MMD. Here it avoids rounding errors.
-    origin = float(
-        (x.mean(0, dtype=np.float64) @ y.mean(0, dtype=np.float64) / x.shape[1] + 1) ** 3
-    )
+    origin = float((x.mean(0, dtype=np.float64) @ y.mean(0, dtype=np.float64) / x.shape[1] + 1) ** 3)
     in_x, in_y = members
-    xx, yx, yy = (
-        _kernel_sums(*pair, origin) for pair in ((x, x, in_x), (y, x, in_x), (y, y, in_y))
-    )
+    xx, yx, yy = (_kernel_sums(*pair, origin) for pair in ((x, x, in_x), (y, x, in_x), (y, y, in_y)))
     within = (in_x * xx).sum(0) + (in_y * yy).sum(0)
     within -= _diagonal(x, origin) @ in_x + _diagonal(y, origin) @ in_y
     values = (within / (size * (size - 1)) - 2 * (in_y * yx).sum(0) / size**2)[:-1]
@@ -121,13 +113,11 @@ def cmmd(x: FeatureRows, y: FeatureRows) -> float:
     return float(_SCALE * (within - 2 * _total(kernel, x, y) / (len(x) * len(y))))
 
 
-def _influence(
-    kernel: _Kernel, generated: FeatureRows, real: FeatureRows
-) -> Float[np.ndarray, "N"]:
+def _influence(kernel: _Kernel, generated: FeatureRows, real: FeatureRows) -> Float[np.ndarray, "N"]:
     """Return each generated image's first-order contribution to the squared MMD."""
-    means = lambda rows: np.concatenate([
-        sum(kernel(a, b).sum(1) for b in _blocks(rows)) / len(rows) for a in _blocks(generated)
-    ])  # fmt: skip
+    means = lambda rows: np.concatenate(
+        [sum(kernel(a, b).sum(1) for b in _blocks(rows)) / len(rows) for a in _blocks(generated)]
+    )
     return 2 * (means(generated) - means(real))
 
 
@@ -151,9 +141,8 @@ def _kernel_sums(
 
 @jax.jit
 def _cubic_sums(
-    x: Float[Array, "B D"], y: Float[Array, "M D"], weights: Float[Array, "M S"],
-    origin: Float[Array, ""],
-) -> Float[Array, "B S"]:  # fmt: skip
+    x: Float[Array, "B D"], y: Float[Array, "M D"], weights: Float[Array, "M S"], origin: Float[Array, ""]
+) -> Float[Array, "B S"]:
     exact = jax.lax.Precision.HIGHEST
     kernel = (jnp.matmul(x, y.T, precision=exact) / x.shape[1] + 1) ** 3 - origin
     return jnp.matmul(kernel, weights, precision=exact)
@@ -167,9 +156,7 @@ def _gaussian(x: np.ndarray, y: np.ndarray, sigma: float) -> Float[np.ndarray, "
     return np.exp(-squared_distances(x, y) / (2 * sigma**2))
 
 
-def squared_distances(
-    x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"]
-) -> Float[np.ndarray, "N M"]:
+def squared_distances(x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"]) -> Float[np.ndarray, "N M"]:
     """Return the squared distances [N, M] between rows of `x` and rows of `y`, clipped at 0."""
     norms = np.square(x).sum(1)[:, None] + np.square(y).sum(1)
     return np.maximum(norms - 2 * x @ y.T, 0)

@@ -67,11 +67,7 @@ class RealFeatures:
 
     def _compare(self, generated: Float[Array, "N D"]) -> SphereMembership:
         radii, _ = _radii(generated)
-        each, recalled, covered = (
-            [],
-            np.zeros(len(self._rows), bool),
-            np.zeros(len(self._rows), bool),
-        )
+        each, recalled, covered = ([], np.zeros(len(self._rows), bool), np.zeros(len(self._rows), bool))
         for part in _parts(generated):
             *of_generated, contained, containing = _inside(
                 generated[part], radii[part], self._rows, self._few, self._many
@@ -135,9 +131,7 @@ def coverage(generated: FeatureRows, real: RealFeatures) -> Score:
     return _share(_enough(real.compared(generated), _MANY).covered)
 
 
-def nearest(
-    rows: FeatureRows, among: FeatureRows
-) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
+def nearest(rows: FeatureRows, among: FeatureRows) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
     """Find the nearest row of `among` for each row of `rows`.
 
     Both arrays hold features, one row per image. Return the Euclidean distances [N], and the
@@ -151,9 +145,7 @@ def nearest(
     for part in _parts(rows):
         found = [_nearest_of(centred(rows[part]), block) for _, block in blocks]
         squares = np.stack([np.asarray(square) for square, _ in found])  # [blocks, B]
-        places = np.stack(
-            [start + np.asarray(i) for (start, _), (_, i) in zip(blocks, found, strict=True)]
-        )
+        places = np.stack([start + np.asarray(i) for (start, _), (_, i) in zip(blocks, found, strict=True)])
         best = squares.argmin(0)[None]
         distances.append(np.sqrt(np.take_along_axis(squares, best, 0)[0]))
         indices.append(np.take_along_axis(places, best, 0)[0])
@@ -161,9 +153,7 @@ def nearest(
 
 
 @jax.jit
-def _nearest_of(
-    rows: Float[Array, "B D"], among: Float[Array, "M D"]
-) -> tuple[Float[Array, "B"], Int[Array, "B"]]:
+def _nearest_of(rows: Float[Array, "B D"], among: Float[Array, "M D"]) -> tuple[Float[Array, "B"], Int[Array, "B"]]:
     squares = _squares(rows, among)
     return squares.min(1), squares.argmin(1)
 
@@ -195,9 +185,7 @@ def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
 
 
 @jax.jit
-def _radii_of(
-    part: Float[Array, "B D"], rows: Float[Array, "N D"], start: Int[Array, ""]
-) -> Float[Array, "2 B"]:
+def _radii_of(part: Float[Array, "B D"], rows: Float[Array, "N D"], start: Int[Array, ""]) -> Float[Array, "2 B"]:
     """Compute `_radii` for one block of rows. The block `part` begins at row `start`."""
     index = jnp.arange(len(part))
     # A row is not its own neighbour.
@@ -210,9 +198,12 @@ def _radii_of(
 
 @jax.jit
 def _inside(
-    generated: Float[Array, "B D"], radii: Float[Array, "B"], real: Float[Array, "M D"],
-    few: Float[Array, "M"], many: Float[Array, "M"],
-) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:  # fmt: skip
+    generated: Float[Array, "B D"],
+    radii: Float[Array, "B"],
+    real: Float[Array, "M D"],
+    few: Float[Array, "M"],
+    many: Float[Array, "M"],
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:
     """Compare a block of generated images with all real images.
 
     `radii` holds the squared radii of the generated images' spheres (k = 3). `few` and `many` hold

@@ -78,8 +78,10 @@ def aesthetic(weights: str | os.PathLike[str]) -> Preference:
 
 
 PREFERENCES: Mapping[str, Callable[[str], Preference]] = {
-    "pickscore": pickscore, "hpsv2": hpsv2, "aesthetic": aesthetic,
-}  # fmt: skip
+    "pickscore": pickscore,
+    "hpsv2": hpsv2,
+    "aesthetic": aesthetic,
+}
 """Maps a score to the function that loads it from weights; `evaluation` has a field for each."""
 
 
@@ -93,6 +95,4 @@ def _file(weights: str | os.PathLike[str], pattern: str) -> pathlib.Path:
     if len(found := sorted(folder.glob(pattern))) == 1:
         return found[0]
     kind = ValueError if found else FileNotFoundError
-    raise kind(
-        f"{folder} holds {len(found)} files {pattern}: put one of them beside the files of its CLIP"
-    )
+    raise kind(f"{folder} holds {len(found)} files {pattern}: put one of them beside the files of its CLIP")

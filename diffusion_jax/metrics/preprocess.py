@@ -163,9 +163,7 @@ def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O
     return _pillow_pass(along_columns, x, _pillow_bicubic(h, rows))
 
 
-def _pillow_pass(
-    resample: Callable[[Array, np.ndarray], Array], x: Array, weights: Float[np.ndarray, "O I"]
-) -> Array:
+def _pillow_pass(resample: Callable[[Array, np.ndarray], Array], x: Array, weights: Float[np.ndarray, "O I"]) -> Array:
     """Resample along one axis and round exactly as Pillow does.
 
     Pillow's weights are multiples of 2^-22 and ties are common, so the sum must be exact. It needs
@@ -192,9 +190,7 @@ def _bilinear_corner(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
     return _gather(np.arange(size_out) * size_in / size_out, size_in, (0, 1), lambda d: 1 - d)
 
 
-def bicubic(
-    size_in: int, size_out: int, *, antialias: bool, offset: float = 0.0
-) -> Float[np.ndarray, "O I"]:
+def bicubic(size_in: int, size_out: int, *, antialias: bool, offset: float = 0.0) -> Float[np.ndarray, "O I"]:
     """Return the matrix [O, I] of torch's bicubic resize.
 
     Args:
@@ -216,10 +212,7 @@ def _bicubic_corners(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def _gather(
-    centres: Float[np.ndarray, "O"],
-    size_in: int,
-    taps: Sequence[int],
-    kernel: Callable[[np.ndarray], np.ndarray],
+    centres: Float[np.ndarray, "O"], size_in: int, taps: Sequence[int], kernel: Callable[[np.ndarray], np.ndarray]
 ) -> Float[np.ndarray, "O I"]:
     """Return a resize matrix. Output pixel o is a weighted sum of input pixels near centres[o].
 

@@ -226,9 +226,7 @@ def shards_of(opened: ImageSet, out: files.Path, work: StatsOptions) -> Shards:
     return shards._replace(folder=shards.folder.with_name(f".{shards.folder.name}.{name}.tmp"))
 
 
-def _is_of(
-    out: files.Path, card: cards.Card, work: StatsOptions, extractor: extractors.Extractor
-) -> bool:
+def _is_of(out: files.Path, card: cards.Card, work: StatsOptions, extractor: extractors.Extractor) -> bool:
     """Return whether `out` holds statistics with this card, and all arrays that are needed.
 
     `work` and `extractor` determine which arrays are needed. The card's fields "n" and "skipped"

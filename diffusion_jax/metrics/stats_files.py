@@ -93,8 +93,7 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
         saved, current = (stats.card or {}).get(field), getattr(extractor, _FIELDS[field])
         if saved != current:
             raise ValueError(
-                f"{path} was computed with {field} {saved}, but the images use {current}: use the "
-                "same for both"
+                f"{path} was computed with {field} {saved}, but the images use {current}: use the same for both"
             )
 
 
@@ -112,9 +111,7 @@ def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: s
         )
 
 
-def _moments(
-    path: str | os.PathLike[str], contents: Mapping[str, Any], mu: str, sigma: str, n: int | None
-) -> Gaussian:
+def _moments(path: str | os.PathLike[str], contents: Mapping[str, Any], mu: str, sigma: str, n: int | None) -> Gaussian:
     mean, cov = contents.get(mu), contents.get(sigma)
     if mean is None or cov is None or cov.shape != (mean.size, mean.size):
         shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())

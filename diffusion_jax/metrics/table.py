@@ -7,15 +7,7 @@ figures and pages show the scores under the names and in the order of METRICS.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.metrics import (
-    accuracy,
-    bootstrap,
-    clip_score,
-    fid,
-    inception_score,
-    mmd,
-    neighbours,
-)
+from diffusion_jax.metrics import accuracy, bootstrap, clip_score, fid, inception_score, mmd, neighbours
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.stats_files import Stats
@@ -85,12 +77,9 @@ _ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and 
 _DENSITY = "density and coverage"
 _PARTS = ("digit", "ink", "paper")  # The columns of the features "right".
 METRICS: dict[str, Metric] = {
-    "fid": Metric(
-        "FID", "inception", fid.score, _moments, True, least=2, public_weights=True
-    ),
+    "fid": Metric("FID", "inception", fid.score, _moments, True, least=2, public_weights=True),
     "fd_digits": Metric(
-        "Fréchet distance (digits, prompts seen)", "digits", fid.score, _moments, True,
-        group="seen", least=2,
+        "Fréchet distance (digits, prompts seen)", "digits", fid.score, _moments, True, group="seen", least=2
     ),
     "kid": Metric("KID", "inception", mmd.score_kid, _features, True, least=2, public_weights=True),
     "cmmd": Metric("CMMD", "clip_image", mmd.score_cmmd, _features, True),
@@ -102,46 +91,50 @@ METRICS: dict[str, Metric] = {
         "all right, prompts seen", "right", accuracy.all_right, axis=_ALL_RIGHT, group="seen"
     ),
     "heldout_prompt_accuracy": Metric(
-        "all right, prompts never shown", "right", accuracy.all_right, axis=_ALL_RIGHT,
-        group="heldout",
+        "all right, prompts never shown", "right", accuracy.all_right, axis=_ALL_RIGHT, group="heldout"
     ),
     "precision": Metric(
-        "precision", "inception", neighbours.precision, _spheres, axis=_NEIGHBOURS, least=4,
-        public_weights=True,
+        "precision", "inception", neighbours.precision, _spheres, axis=_NEIGHBOURS, least=4, public_weights=True
     ),
     "recall": Metric(
-        "recall", "inception", neighbours.recall, _spheres, axis=_NEIGHBOURS, least=4,
-        public_weights=True,
+        "recall", "inception", neighbours.recall, _spheres, axis=_NEIGHBOURS, least=4, public_weights=True
     ),
     "density": Metric(
-        "density", "inception", neighbours.density, _spheres, axis=_DENSITY, least=6,
-        public_weights=True, by_name=True,
+        "density", "inception", neighbours.density, _spheres, axis=_DENSITY, least=6, public_weights=True, by_name=True
     ),
     "coverage": Metric(
-        "coverage", "inception", neighbours.coverage, _spheres, axis=_DENSITY, least=6,
-        public_weights=True, by_name=True,
+        "coverage",
+        "inception",
+        neighbours.coverage,
+        _spheres,
+        axis=_DENSITY,
+        least=6,
+        public_weights=True,
+        by_name=True,
     ),
     "fd_judge": Metric("Fréchet distance (judge)", "judge", fid.score, _moments, True, least=2),
     "r1_judge": Metric("own caption the nearest (judge)", "nearest", accuracy.all_right),
     "fd_dinov2": Metric("FD-DINOv2", "dinov2", fid.score, _moments, True, least=2),
     "dino_mmd": Metric("DINO-MMD", "dinov2", mmd.score_cmmd, _features, True),
     "fid_infinity": Metric(
-        "FID at infinitely many images", "inception", fid.score_at_infinity, _moments, True,
-        least=20, public_weights=True, by_name=True,
-    ),
-    "sfid": Metric(
-        "sFID", "inception_spatial", fid.score, _spatial, True, least=2, public_weights=True,
+        "FID at infinitely many images",
+        "inception",
+        fid.score_at_infinity,
+        _moments,
+        True,
+        least=20,
+        public_weights=True,
         by_name=True,
     ),
+    "sfid": Metric("sFID", "inception_spatial", fid.score, _spatial, True, least=2, public_weights=True, by_name=True),
     "inception_score": Metric(
-        "Inception Score", "inception_unbiased", inception_score.score, public_weights=True,
-        by_name=True,
+        "Inception Score", "inception_unbiased", inception_score.score, public_weights=True, by_name=True
     ),
 } | {
     f"{group}_{part}_accuracy": Metric("", "right", accuracy.part_right(i), group=group)
     for group in ("seen", "heldout")
     for i, part in enumerate(_PARTS)
-}  # fmt: skip
+}
 
 
 def column(name: str, card: Card) -> str:
@@ -186,7 +179,5 @@ def shown() -> dict[str, Metric]:
         if metric.label:
             metrics[name] = metric
             label = metric.label.replace("FID", "Fréchet distance")
-            metrics.setdefault(
-                column(name, standin), metric._replace(label=f"{label} (stand-in Inception)")
-            )
+            metrics.setdefault(column(name, standin), metric._replace(label=f"{label} (stand-in Inception)"))
     return metrics

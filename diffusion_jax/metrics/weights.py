@@ -16,10 +16,7 @@ from diffusion_jax.files.user_cache import user_cache
 from diffusion_jax.metrics import inception, inception_weights
 from diffusion_jax.weights import torch_files
 
-URL = (
-    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-    "pt_inception-2015-12-05-6726825d.pth"
-)
+URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 _SHA256 = "6726825d"  # The beginning of the public file's hash, which its name contains.
 _SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # The public file's hash, as in MLPerf's code.
 

@@ -89,10 +89,7 @@ def valid_first(
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
     """Return tokens and mask, with the tokens of each text reordered: the valid ones come first."""
     order = jnp.argsort(~mask, axis=1, stable=True)
-    return (
-        jnp.take_along_axis(tokens, order[:, :, None], axis=1),
-        jnp.take_along_axis(mask, order, axis=1),
-    )
+    return (jnp.take_along_axis(tokens, order[:, :, None], axis=1), jnp.take_along_axis(mask, order, axis=1))
 
 
 @functools.cache
@@ -120,9 +117,7 @@ def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     lengths = jnp.full(len(q), k.shape[1]) if valid is None else valid.sum(1)
     even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
     lengths = jnp.maximum(lengths, 1).astype(jnp.int32)  # [B]
-    out = jax.nn.dot_product_attention(
-        even(q), even(k), even(v), key_value_seq_lengths=lengths, implementation="cudnn"
-    )
+    out = jax.nn.dot_product_attention(even(q), even(k), even(v), key_value_seq_lengths=lengths, implementation="cudnn")
     return out[:, : q.shape[1]]
 
 
@@ -144,9 +139,7 @@ def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
         batch = ("replica", "fsdp") if len(q) % ways == 0 else None
         heads = "tensor" if q.shape[2] % mesh.shape["tensor"] == 0 else None
         spec = P(batch, None, heads)
-        call = jax.shard_map(
-            call, in_specs=(spec, spec, spec, P(batch)), out_specs=spec, check_vma=False
-        )
+        call = jax.shard_map(call, in_specs=(spec, spec, spec, P(batch)), out_specs=spec, check_vma=False)
     return call(q, k, v, valid)[:, :queries]
 
 
@@ -167,15 +160,22 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     rows = _divisor(t, 2 * _BLOCK if whole or (small and "v6" in kind) else _BLOCK)
     scores = keys if whole else _divisor(keys, _BLOCK if keys <= _RESIDENT else _BLOCK // 2)
     sizes = splash.BlockSizes(
-        block_q=rows, block_kv=keys, block_kv_compute=scores,
-        block_q_dkv=rows, block_kv_dkv=keys, block_kv_dkv_compute=scores,
+        block_q=rows,
+        block_kv=keys,
+        block_kv_compute=scores,
+        block_q_dkv=rows,
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=scores,
         use_fused_bwd_kernel=True,  # It sums the gradient of q over key blocks outside the kernel.
-    )  # fmt: skip
+    )
     kernel: Any = splash.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((t, s))] * n),
-        block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_platform() != "tpu",
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=_platform() != "tpu",
         residual_checkpoint_name=ATTENTION,
-    )  # fmt: skip
+    )
 
     def attend_row(q, k, v, valid):
         if valid is None:

@@ -27,10 +27,12 @@ KEEPS: Mapping[str, Callable[..., Any]] = {
     "attention": _POLICIES.save_only_these_names(ATTENTION),
     "products": _POLICIES.save_only_these_names(ATTENTION, PRODUCT),
     "offloaded": _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[ATTENTION, PRODUCT],
-        offload_src="device", offload_dst="pinned_host",
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[ATTENTION, PRODUCT],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
-}  # fmt: skip
+}
 """Policies of nn.remat: the values that a block stores for the backward pass besides its inputs.
 
 "nothing" stores no further values. "attention" stores attention outputs. "products" also stores the
@@ -78,36 +80,24 @@ def dropout(
     if keys is None or not rate:
         return x
     number = zlib.crc32("/".join(path).encode()) & 0x7FFFFFFF
-    keep = lambda key: jax.random.bernoulli(
-        jax.random.fold_in(key, number), 1 - rate, x.shape[1:]
-    )  # fmt: skip
+    keep = lambda key: jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape[1:])
     return jnp.where(jax.vmap(keep)(keys), x / (1 - rate), 0)
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:
     """Return torch's default initializer of kernels and biases: U(-1, 1) / sqrt(fan_in)."""
     limit = fan_in**-0.5
-    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
-        key, shape, dtype, -limit, limit
-    )
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
-def layer_norm(
-    x: Float[Array, "*B C"], name: str = "norm", *, dtype: DTypeLike
-) -> Float[Array, "*B C"]:
+def layer_norm(x: Float[Array, "*B C"], name: str = "norm", *, dtype: DTypeLike) -> Float[Array, "*B C"]:
     """Apply layer norm with torch's epsilon and a variance that is accurate at large means."""
     norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
     return norm(x)
 
 
 def dense(
-    x: Float[Array, "*B C"],
-    width: int,
-    name: str,
-    *,
-    zero: bool = False,
-    bias: bool = True,
-    dtype: DTypeLike,
+    x: Float[Array, "*B C"], width: int, name: str, *, zero: bool = False, bias: bool = True, dtype: DTypeLike
 ) -> Float[Array, "*B {width}"]:
     """Apply a linear layer, which is also a 1x1 convolution.
 
@@ -117,9 +107,7 @@ def dense(
     return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
 
-def geglu(
-    x: Float[Array, "*B C"], width: int, name: str, *, dtype: DTypeLike
-) -> Float[Array, "*B {width}"]:
+def geglu(x: Float[Array, "*B C"], width: int, name: str, *, dtype: DTypeLike) -> Float[Array, "*B {width}"]:
     """Apply a linear layer with 2 * width outputs, and gate its first half by the second.
 
     The gate is an exact GELU (GEGLU, Shazeer 2020).

@@ -128,9 +128,7 @@ def linear(
     return add_broadcast(tensordot(x, kernel), bias)
 
 
-def geglu(
-    x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"]
-) -> Float[Array, "*B D//2"]:
+def geglu(x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"]) -> Float[Array, "*B D//2"]:
     """Compute value * gelu(gate), where value and gate are the halves of linear(x, kernel, bias).
 
     GPUs compute two products: after one product, the backward pass joins the gradients of the
@@ -218,9 +216,7 @@ def conv_transpose_4x4(
     return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
 
 
-def transpose_by_phases(
-    x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"]
-) -> Float[Array, "B 2*H 2*W D"]:
+def transpose_by_phases(x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"]) -> Float[Array, "B 2*H 2*W D"]:
     """Compute `conv_transpose_4x4` without bias as four 2x2 convolutions.
 
     Output pixels with row parity i and column parity j depend on 2x2 input pixels through every

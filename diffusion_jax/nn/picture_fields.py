@@ -54,9 +54,7 @@ def dropped(inputs: Condition, keys: Key[Array, "B"], drop_prob: float) -> Condi
     """Drop each field among the inputs of a network with a probability, independently."""
     kept = dict(inputs)
     for number, name in enumerate(unknown(inputs)):
-        keep = lambda key, number=number: jax.random.bernoulli(
-            jax.random.fold_in(key, number), 1 - drop_prob
-        )
+        keep = lambda key, number=number: jax.random.bernoulli(jax.random.fold_in(key, number), 1 - drop_prob)
         kept[name] = inputs[name] * jax.vmap(keep)(keys)[:, None]
     return kept
 

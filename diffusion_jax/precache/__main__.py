@@ -34,20 +34,13 @@ _FORMAT = flags.DEFINE_enum(
     "Number format of the stored embeddings; int8 has a relative error of less than 1 %.",
 )
 _CAPTIONS = flags.DEFINE_string(
-    "captions",
-    None,
-    "A .txt file with one caption per line, a table or FILE::COLUMN, which replaces config.data.",
+    "captions", None, "A .txt file with one caption per line, a table or FILE::COLUMN, which replaces config.data."
 )
 _SHARD = flags.DEFINE_integer(
-    "shard_captions",
-    16384,
-    "Captions per shard. A killed worker loses at most one shard.",
-    lower_bound=1,
+    "shard_captions", 16384, "Captions per shard. A killed worker loses at most one shard.", lower_bound=1
 )
 _BATCH = flags.DEFINE_integer("batch_tokens", 8192, "Tokens per device and batch.", lower_bound=1)
-_VERIFY = flags.DEFINE_bool(
-    "verify", False, "Read the whole store, and encode damaged shards again."
-)
+_VERIFY = flags.DEFINE_bool("verify", False, "Read the whole store, and encode damaged shards again.")
 engines.define_flags()
 
 
@@ -57,9 +50,7 @@ def main() -> None:
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)
         engine = engines.of(flags.FLAGS)
-        work = fill.EncodingOptions(
-            _FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, engine
-        )
+        work = fill.EncodingOptions(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, engine)
         path = files.path(job.text.store)
         if not flags.FLAGS.dry_run:
             files.check_writable(path, "text.store")
@@ -74,10 +65,13 @@ def main() -> None:
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error of the embeddings %.2f %% on "
         "average, %.2f %% at most; smallest cosine similarity %.6f",
-        path, f"{summary['captions']:,}", summary["bytes_per_caption"],
-        100 * summary["mean_relative_error"], 100 * summary["largest_relative_error"],
+        path,
+        f"{summary['captions']:,}",
+        summary["bytes_per_caption"],
+        100 * summary["mean_relative_error"],
+        100 * summary["largest_relative_error"],
         summary["least_cosine"],
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -57,9 +57,7 @@ def make_encode(
         rows: list[Any] = [None] * len(texts)
         running: list[Any] = []
         for part, length in _batches(_lengths(encoder, tokens), batch_tokens, mesh.size):
-            batch = {
-                name: sharding.place(array[part, :length], where) for name, array in tokens.items()
-            }
+            batch = {name: sharding.place(array[part, :length], where) for name, array in tokens.items()}
             running.append((part, program(frozen, batch)))
             if len(running) > 1:  # The devices already work on the next batch.
                 _take(rows, *running.pop(0))
@@ -70,9 +68,7 @@ def make_encode(
     return encode
 
 
-def on_own_devices(
-    encoder: TextEncoder, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], EmbeddingRows]:
+def on_own_devices(encoder: TextEncoder, format: str, batch_tokens: int) -> Callable[[Sequence[str]], EmbeddingRows]:
     """Return a function encode(texts) as `make_encode` does, but for this process's devices only.
 
     No process waits for another, because each has its own copy of the weights. `batch_tokens` is
@@ -92,9 +88,7 @@ def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N
     return np.minimum(lengths, encoder.max_tokens)
 
 
-def _encode(
-    encoder: TextEncoder, format: str, frozen: Any, batch: TextArrays
-) -> dict[str, jax.Array]:
+def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: TextArrays) -> dict[str, jax.Array]:
     """Encode a batch [B, L] of texts.
 
     Returns:
@@ -121,9 +115,7 @@ def _lengths(encoder: TextEncoder, tokens: TextArrays) -> Int[np.ndarray, "N"]:
     return tokens["text_mask"].sum(1)
 
 
-def _batches(
-    lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int
-) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
+def _batches(lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yield batches of texts as (indices of texts, padded length in tokens).
 
     A batch has at most about `batch_tokens` tokens, and its size is a multiple of `ways`, the

@@ -94,9 +94,7 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Encodi
     data = settings.read(Data, config["data"], "data")
     registry.check(text)
     if not text.store:
-        raise ValueError(
-            "text.store is empty: name the folder to write to with --config.text.store=FOLDER"
-        )
+        raise ValueError("text.store is empty: name the folder to write to with --config.text.store=FOLDER")
     captions = _captions(data, _prompts(config, data.source), captions_file)
     job = EncodingJob(text, registry.make_encoder(text), captions)
     return engines.record_call(job, open_job, config, captions_file)
@@ -144,9 +142,7 @@ def run(job: EncodingJob, work: EncodingOptions) -> dict[str, Any]:
     todo = _Captions(job, work._replace(engine=ALONE))
     items = todo.items()
     logging.info("%s records and prompts, %s captions", f"{len(job.captions):,}", f"{len(items):,}")
-    how = columns.Work(
-        todo.read, todo.encode, work.shard_captions, "captions", work.engine, work.verify
-    )
+    how = columns.Work(todo.read, todo.encode, work.shard_captions, "captions", work.engine, work.verify)
     filled = columns.fill(files.path(job.text.store), items, how)
     errors = np.array([chunk["errors"] for chunk in filled.chunks])
     weights = [max(1, int(chunk["first"][-1])) for chunk in filled.chunks]
@@ -190,8 +186,7 @@ class _Captions(NamedTuple):
         if len(bad := np.flatnonzero(~np.isfinite(rows.errors).all(1))):
             text = texts[np.searchsorted(np.cumsum(rows.tokens), bad[0], side="right")]
             raise ValueError(
-                f"the embeddings of {text!r} are not finite: check text.weights, and try "
-                "text.dtype=float32"
+                f"the embeddings of {text!r} are not finite: check text.weights, and try text.dtype=float32"
             )
         scales = {} if rows.scales is None else {"scales": rows.scales}
         errors = _summary(rows.errors)

@@ -101,9 +101,7 @@ def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None
                     )
 
 
-def open_prompts(
-    text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
-) -> Tokenize:
+def open_prompts(text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]) -> Tokenize:
     """Return a function that maps a list of texts, all from `prompts`, to the inputs of `encoder`.
 
     If the data set holds embeddings (`embedded`), `encoder` expects embeddings. The prompts are

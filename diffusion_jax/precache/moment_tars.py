@@ -36,8 +36,7 @@ from diffusion_jax.files import checksums, settings_record
 LISTS = "encoded"
 """The subfolder of the lists. The list of the shard 000000.tar is 000000.json, which holds (name,
 checksum) of each record, in order."""
-_FIELDS = ("source", "path", "text", "uncaptioned", "prior", "resize", "min_size", "max_aspect",
-           "min_chars")  # fmt: skip
+_FIELDS = ("source", "path", "text", "uncaptioned", "prior", "resize", "min_size", "max_aspect", "min_chars")
 """Fields of the data group that determine what is encoded, apart from the crop."""
 _PLACE = ("data.source", "data.path")
 _CHUNK = 256  # Records that are compared together.
@@ -65,11 +64,7 @@ class MomentOptions(NamedTuple):
 
 
 def run(
-    source: Pictures,
-    encode: EncodeImages,
-    out: pathlib.Path,
-    identity: Mapping[str, Any],
-    work: MomentOptions,
+    source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Mapping[str, Any], work: MomentOptions
 ) -> int:
     """Encode the shards that are missing in `out`, and return how many shards exist afterwards.
 
@@ -93,9 +88,7 @@ def run(
     path = functools.partial(_path, out)
     damaged = list(checksums.damaged(out)) if work.verify else []
     for name, difference in damaged:
-        logging.warning(
-            "%s is damaged (%s): it is encoded again, except with --dry_run", out / name, difference
-        )
+        logging.warning("%s is damaged (%s): it is encoded again, except with --dry_run", out / name, difference)
         if not work.dry_run:
             (out / name).unlink(missing_ok=True)
     if work.dry_run:
@@ -103,9 +96,7 @@ def run(
         finished = _count(out, total, again)
         with programs.rehearsal():
             next(_encoded(source, encode, range(min(work.batch, len(source))), work, {}), None)
-        print(
-            f"would encode {total - finished} of {total} shards of {work.shard} images into {out}"
-        )
+        print(f"would encode {total - finished} of {total} shards of {work.shard} images into {out}")
         return finished
     write = functools.partial(_write, source, encode, out, work)
     work.engine.fill(range(total), path, write)
@@ -141,9 +132,13 @@ def check_originals(path: str | os.PathLike[str]) -> None:
     if names or len(source) != stored["records"]:
         logging.warning(
             "the images of the moments in %s have changed: %d are encoded, %d are in %s%s; encode "
-            "the changes with the same sd_jax.precache command", path, stored["records"],
-            len(source), stored["data"]["path"], f", and {_some(names)} differ" if names else "",
-        )  # fmt: skip
+            "the changes with the same sd_jax.precache command",
+            path,
+            stored["records"],
+            len(source),
+            stored["data"]["path"],
+            f", and {_some(names)} differ" if names else "",
+        )
 
 
 def _claimed(
@@ -156,9 +151,13 @@ def _claimed(
     data = {name: getattr(source.data, name) for name in _FIELDS} if source.data else {}
     data |= {"fields": source.data.fields} if source.data and source.data.fields else {}
     now = {
-        **identity, "data": data, "records": len(source), "files": fingerprints.stamp(source),
-        "shard": work.shard, "finished": False,
-    }  # fmt: skip
+        **identity,
+        "data": data,
+        "records": len(source),
+        "files": fingerprints.stamp(source),
+        "shard": work.shard,
+        "finished": False,
+    }
     now, stored = json.loads(json.dumps(now)), moments.find_manifest(out)
     if stored is None:
         if not work.dry_run:
@@ -185,8 +184,10 @@ def _claimed(
     if changed:
         logging.warning(
             "changed since %s was encoded: %s; encoding %d tars again, except with --dry_run",
-            out, _some(names), len(changed),
-        )  # fmt: skip
+            out,
+            _some(names),
+            len(changed),
+        )
     if not work.dry_run and (changed or different or stored["records"] != len(source)):
         files.write_whole(out / moments.MANIFEST, json.dumps(now))
         for shard in changed:
@@ -196,9 +197,7 @@ def _claimed(
     return now, changed
 
 
-def _changed(
-    source: Pictures, out: pathlib.Path, size: int, seconds: float = math.inf
-) -> tuple[list[int], list[str]]:
+def _changed(source: Pictures, out: pathlib.Path, size: int, seconds: float = math.inf) -> tuple[list[int], list[str]]:
     """Return the shards whose records differ from their lists, and the names of changed records.
 
     `size` is the number of records per shard. After `seconds`, no further shard is compared.
@@ -210,8 +209,9 @@ def _changed(
             break
         before = [tuple(record) for record in json.loads(path.read_text())]
         rows = np.arange(int(path.stem) * size, min((int(path.stem) + 1) * size, len(source)))
-        now = [record for first in range(0, len(rows), _CHUNK)
-               for record in source.contents(rows[first : first + _CHUNK])]  # fmt: skip
+        now = [
+            record for first in range(0, len(rows), _CHUNK) for record in source.contents(rows[first : first + _CHUNK])
+        ]
         if before != now:
             changed.append(int(path.stem))
             records ^= set(before) ^ set(now)  # A record may only have moved to another shard.
@@ -235,9 +235,7 @@ def _count(out: pathlib.Path, total: int, damaged: Collection[str] = ()) -> int:
     return sum(path.name not in damaged for path in present)
 
 
-def _write(
-    source: Pictures, encode: EncodeImages, out: pathlib.Path, work: MomentOptions, shard: int
-) -> None:
+def _write(source: Pictures, encode: EncodeImages, out: pathlib.Path, work: MomentOptions, shard: int) -> None:
     rows = range(shard * work.shard, min((shard + 1) * work.shard, len(source)))
     path = _path(out, shard)
 
@@ -271,9 +269,8 @@ def _parts(rows: range, work: MomentOptions) -> Iterator[np.ndarray]:
 
 
 def _encoded(
-    source: Pictures, encode: EncodeImages, rows: range, work: MomentOptions,
-    contents: dict[int, tuple[str, int]],
-) -> Iterator[dict[str, bytes]]:  # fmt: skip
+    source: Pictures, encode: EncodeImages, rows: range, work: MomentOptions, contents: dict[int, tuple[str, int]]
+) -> Iterator[dict[str, bytes]]:
     """Yield the files of each usable record among `rows`, keyed by suffix, for tars.write.
 
     The files hold the record's moments and caption. The next batch is read while a batch is
@@ -301,9 +298,7 @@ def _encoded(
                 f"the latents of {contents[int(indices[~finite][0])][0]} are not finite: check "
                 "vae.weights, and try vae.dtype=float32"
             )
-        for row, (index, array, text) in enumerate(
-            zip(indices.tolist(), encoded, texts, strict=True)
-        ):
+        for row, (index, array, text) in enumerate(zip(indices.tolist(), encoded, texts, strict=True)):
             if not all(isinstance(each, str) for each in captions.every(text)):
                 raise ValueError(
                     f"the caption of record {index} is {type(text).__name__}, not text: "

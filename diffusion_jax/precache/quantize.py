@@ -25,9 +25,7 @@ def num_groups(width: int) -> int:
     return width // math.gcd(width, _GROUP)
 
 
-def quantize(
-    x: Float[Array, "*B D"],
-) -> tuple[Int8[Array, "*B D"], Float[Array, "*B G"]]:
+def quantize(x: Float[Array, "*B D"]) -> tuple[Int8[Array, "*B D"], Float[Array, "*B G"]]:
     """Quantise x to (q, scale): int8 values, and one bfloat16 scale for each group of channels."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
     scale = jnp.abs(grouped).max(-1).astype(jnp.bfloat16)
@@ -45,9 +43,7 @@ def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Arr
     return (grouped * jnp.abs(grouped) * step).reshape(q.shape)
 
 
-def errors(
-    x: Float[Array, "*B D"], x_hat: Float[Array, "*B D"]
-) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+def errors(x: Float[Array, "*B D"], x_hat: Float[Array, "*B D"]) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """Return the relative error |x_hat - x| / |x| and the cosine similarity of each token.
 
     If x and x_hat of a token are both 0, the error is 0 and the similarity is 1.

@@ -28,9 +28,12 @@ KIND = columns.Kind(
     "the text group of the config and --format",
 )
 _PROBES = (
-    "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
-    "don't; 3.14159 (x) [y] {z} <extra_id_0> </s> #@!?%$^*~`|\\/", "word " * 700,
-)  # fmt: skip
+    "",
+    "A photo of a corgi riding a bike in Times Square.",
+    "naïve café — 東京 ½ 🙂 &amp; İ\tß",
+    "don't; 3.14159 (x) [y] {z} <extra_id_0> </s> #@!?%$^*~`|\\/",
+    "word " * 700,
+)
 
 
 def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:

@@ -43,8 +43,7 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
         keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
     """
     data, report, c = photos.data, photos.report, full_config(base, {})
-    changes = {f"data.{name}": (getattr(data, name), "")
-               for name in ("source", "path", "text", "uncaptioned")}  # fmt: skip
+    changes = {f"data.{name}": (getattr(data, name), "") for name in ("source", "path", "text", "uncaptioned")}
     share = held_out(photos.records)
     if share:
         changes["data.heldout"] = (share, "Not trained on; diffusion_jax.verdict compares them.")
@@ -75,9 +74,12 @@ def of_data(base: str, photos: PictureSet, text_weights: str, keep_shapes: bool 
     if not longest:
         about = "Without captions there is no guidance."
         return {
-            **changes, "text.drop_prob": (0.0, ""), "text.max_tokens": (1, ""),
-            "sampler.guidance": (1.0, about), "evaluation.guidance": ((1.0,), ""),
-        }  # fmt: skip
+            **changes,
+            "text.drop_prob": (0.0, ""),
+            "text.max_tokens": (1, ""),
+            "sampler.guidance": (1.0, about),
+            "evaluation.guidance": ((1.0,), ""),
+        }
     if text_weights:
         return {**changes, **_encoder(text_weights, longest)}
     most = min(_MOST_WORDS, max(4, -(-longest // 4) * 4))
@@ -139,7 +141,7 @@ def source(base: str, changes: Changes, about: str) -> str:
             c = {base}.get_config()
         {body}
             return c
-        ''').format(about=about, base=base, body=body)  # fmt: skip
+        ''').format(about=about, base=base, body=body)
 
 
 def full_config(base: str, changes: Changes) -> dict[str, Any]:
@@ -151,9 +153,7 @@ def full_config(base: str, changes: Changes) -> dict[str, Any]:
     try:
         exec(source(base, changes, ""), names)  # The same text that training will read.
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{error}: run this command from the root of a checkout of this repository"
-        ) from error
+        raise ValueError(f"{error}: run this command from the root of a checkout of this repository") from error
     return systems.complete(names["get_config"]().to_dict())
 
 

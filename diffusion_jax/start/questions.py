@@ -11,21 +11,27 @@ from diffusion_jax.start.training_pictures import PictureSet
 ASK = "ask"
 """The flag value that makes the command ask the user."""
 QUESTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "finetune": ("How to train on few pictures", {
-        "no": "train a new model on these pictures alone",
-        "lora": "add a LoRA to this project's trained model, and keep its knowledge",
-        "full": "train all weights of this project's model, and forget other words",
-    }),
-    "tall": ("What to do with tall and wide pictures", {
-        "crop": "cut off both ends of the longer side",
-        "pad": "add white borders that make a square",
-        "keep": "train on several shapes, so that little is cut off",
-    }),
-    "shrink": ("Whether to write small copies of large pictures first", {
-        "no": "read the original files in every epoch",
-        "yes": "write small copies and read these",
-    }),
-}  # fmt: skip
+    "finetune": (
+        "How to train on few pictures",
+        {
+            "no": "train a new model on these pictures alone",
+            "lora": "add a LoRA to this project's trained model, and keep its knowledge",
+            "full": "train all weights of this project's model, and forget other words",
+        },
+    ),
+    "tall": (
+        "What to do with tall and wide pictures",
+        {
+            "crop": "cut off both ends of the longer side",
+            "pad": "add white borders that make a square",
+            "keep": "train on several shapes, so that little is cut off",
+        },
+    ),
+    "shrink": (
+        "Whether to write small copies of large pictures first",
+        {"no": "read the original files in every epoch", "yes": "write small copies and read these"},
+    ),
+}
 """Maps each flag to its subject and the meanings of its answers. The default comes first."""
 _TIMED = 32  # The smallest number of pictures whose reading takes longer than its start.
 _SLOW = 50  # Pictures read per second. Two CPU cores train the smallest model about this fast.
@@ -90,11 +96,13 @@ def method(value: str, photos: PictureSet, trained: str) -> str:
             "repository, and it cannot be combined with --text_weights: leave --finetune out"
         )
     return answer(
-        "finetune", value, possible and len(photos.records) < FEW,
+        "finetune",
+        value,
+        possible and len(photos.records) < FEW,
         f"A data set of {counted(len(photos.records), 'picture')} is small: a new model mostly "
         "memorises it. If the pictures "
         f"resemble emoji, this project's trained model ({trained}) learns them in minutes.",
-    )  # fmt: skip
+    )
 
 
 def tall(value: str, photos: PictureSet) -> str:
@@ -105,10 +113,12 @@ def tall(value: str, photos: PictureSet) -> str:
     """
     aspect = photos.report["aspect"]["p95"]
     return answer(
-        "tall", value, aspect > _TALL,
+        "tall",
+        value,
+        aspect > _TALL,
         "Training uses squares, but in a twentieth of the pictures the longer side is at least "
         f"{aspect:.2g} times the shorter one.",
-    )  # fmt: skip
+    )
 
 
 def shrink(value: str, photos: PictureSet, size: int) -> bool:

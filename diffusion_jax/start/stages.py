@@ -82,9 +82,7 @@ class Measured(NamedTuple):
 class Trial:
     """The measurement of the models that may be chosen, and what is known of them so far."""
 
-    def __init__(
-        self, candidates: Sequence[Candidate], of_data: Callable[[str], Changes], workdir: str
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate], of_data: Callable[[str], Changes], workdir: str) -> None:
         """Prepare a measurement, for which nothing is opened yet.
 
         Args:
@@ -153,9 +151,7 @@ class Trial:
         return self._measured[stage.base]._replace(stage=stage)
 
 
-def allowed(
-    candidates: Sequence[Candidate], side: float, seconds: float, rate: float
-) -> list[Candidate]:
+def allowed(candidates: Sequence[Candidate], side: float, seconds: float, rate: float) -> list[Candidate]:
     """Return the models that the picture size and training time allow, at `rate` GFLOP/s.
 
     The smallest model is always allowed. The other arguments are those of Trial.measure.

@@ -36,9 +36,11 @@ _JUDGED = 100  # The smallest number of different captions with which a judge ca
 
 
 def command(
-    package: str, candidates: Callable[[], Sequence[Candidate]], trained: str = "",
+    package: str,
+    candidates: Callable[[], Sequence[Candidate]],
+    trained: str = "",
     fine_tuned: Callable[[str], Candidate] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the command `python -m PACKAGE.start --data=PHOTOS`.
 
     Its --help shows the docstring of the calling module.
@@ -50,9 +52,7 @@ def command(
         fine_tuned: maps the method ("lora" or "full") to the candidate that fine-tunes this model.
     """
     text = flags.DEFINE_string
-    data = text(
-        "data", None, "The pictures to train on: a path, or SOURCE:PATH::TEXT.", required=True
-    )
+    data = text("data", None, "The pictures to train on: a path, or SOURCE:PATH::TEXT.", required=True)
     where = text("text", "", "Where the captions are (data.text); default: guessed from the files.")
     hours = flags.DEFINE_float("hours", 2.0, "Total training time of all stages, in hours.")
     out = text("out", "configs/mine.py", "The config to write; further stages get files beside it.")
@@ -87,9 +87,7 @@ def command(
             shape = questions.tall(tall.value, photos)
             size = max([m.image_size for m in models if m.image_size <= photos.side] or [_SMALLEST])
             if shape == "pad" or questions.shrink(shrink.value, photos, size):
-                photos = training_pictures.shrink(
-                    photos, size, pathlib.Path("data", path.stem), pad=shape == "pad"
-                )
+                photos = training_pictures.shrink(photos, size, pathlib.Path("data", path.stem), pad=shape == "pad")
 
             # Choose a model, measure it, and write its configs.
             of_data = lambda base: changes.of_data(base, photos, weights.value, shape == "keep")
@@ -162,9 +160,8 @@ def _assumed(trial: Trial, limit: float) -> list[Measured]:
     """Return the stages with an assumed speed if they were not measured in time, and say so."""
     measured = trial.assumed()
     speeds = [
-        f"{one.stage.base} trains on {one.images_per_second:.3g} pictures per second"
-        for one in measured if one.assumed
-    ]  # fmt: skip
+        f"{one.stage.base} trains on {one.images_per_second:.3g} pictures per second" for one in measured if one.assumed
+    ]
     print(
         f"\nMeasuring ended after {limit / 60:.2g} minutes. Assumed instead: "
         f"{' and '.join(speeds)}. If training is faster or slower, change the number of steps "
@@ -174,9 +171,8 @@ def _assumed(trial: Trial, limit: float) -> list[Measured]:
 
 
 def _write(
-    package: str, path: pathlib.Path, photos: PictureSet, size: int, measured: Sequence[Measured],
-    hours: float,
-) -> None:  # fmt: skip
+    package: str, path: pathlib.Path, photos: PictureSet, size: int, measured: Sequence[Measured], hours: float
+) -> None:
     """Write a config per stage and a sheet of pictures, and print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
     device = jax.local_devices()[0]
@@ -192,21 +188,22 @@ def _write(
         notes = {
             "The speed is assumed, because measuring took too long.": one.assumed,
             "This is longer than --hours.": _is_longer(seconds, allowed),
-            "This is too short to train on every picture once.":
-                epochs < 1,
-            "A new model memorises so few pictures, and draws little else.":
-                is_new and epochs > _MEMORISES and len(photos.records) < questions.FEW,
-        }  # fmt: skip
-        speed = " ".join([
-            f"{progress.counted(steps['steps'][0], 'step')} of "
-            f"{progress.counted(one.settings.run.batch_size, 'picture')} "
-            f"({epochs:,.1f} epochs) take about {_hours(seconds)} on {devices}.",
-            *(note for note, true in notes.items() if true),
-        ])  # fmt: skip
+            "This is too short to train on every picture once.": epochs < 1,
+            "A new model memorises so few pictures, and draws little else.": is_new
+            and epochs > _MEMORISES
+            and len(photos.records) < questions.FEW,
+        }
+        speed = " ".join(
+            [
+                f"{progress.counted(steps['steps'][0], 'step')} of "
+                f"{progress.counted(one.settings.run.batch_size, 'picture')} "
+                f"({epochs:,.1f} epochs) take about {_hours(seconds)} on {devices}.",
+                *(note for note, true in notes.items() if true),
+            ]
+        )
         module = systems.find(changes.full_config(stage.base, {})["system"]).command
         commands.append(
-            f"python -m {module} --config={shlex.quote(str(config))} "
-            f"--workdir=runs/{path.stem}{stage.suffix}"
+            f"python -m {module} --config={shlex.quote(str(config))} --workdir=runs/{path.stem}{stage.suffix}"
         )
         about = f"{stage.base} on the pictures of {photos.data.path}.\n\n{speed}\n\n{commands[-1]}"
         texts[config] = changes.source(stage.base, all_changes, about)
@@ -218,13 +215,17 @@ def _write(
         for config, content in texts.items():
             written_last.enter_context(files.whole(config)).write_text(content)
         sheets.write_png(sheet, picture)
-    print(progress.block([
-        ("device", f"{devices}, {hardware.limit(device) / 1e9:.1f} GB each"),
-        ("chosen", f"pictures of {size}x{size}; training takes about {_hours(total)}"),
-        *rows,
-        ("bottleneck", _bottleneck(measured)),
-        ("sheet", f"{sheet}: training pictures at this size"),
-    ]))  # fmt: skip
+    print(
+        progress.block(
+            [
+                ("device", f"{devices}, {hardware.limit(device) / 1e9:.1f} GB each"),
+                ("chosen", f"pictures of {size}x{size}; training takes about {_hours(total)}"),
+                *rows,
+                ("bottleneck", _bottleneck(measured)),
+                ("sheet", f"{sheet}: training pictures at this size"),
+            ]
+        )
+    )
     print("\nnext:")
     for line in [*commands, *_after(package, path.stem, photos, measured, size)]:
         print(f"  {line}")
@@ -253,9 +254,7 @@ def _bottleneck(measured: Sequence[Measured]) -> str:
     return f"reading the pictures: {shown}; to train faster, start again with --shrink=yes"
 
 
-def _after(
-    package: str, name: str, photos: PictureSet, measured: Sequence[Measured], size: int
-) -> list[str]:
+def _after(package: str, name: str, photos: PictureSet, measured: Sequence[Measured], size: int) -> list[str]:
     """Return the commands to run after training.
 
     They draw pictures, say whether the model is good, and show the page and the report.
@@ -278,7 +277,6 @@ def _after(
         f"python -m diffusion_jax.metrics train_judge --data={named} --size={max(32, size)} "
         f"--seen=40000 --out=judges/{name}",
         f"{verdict} --judge=judges/{name}",
-        f"python -m {package}.evaluate {workdirs} --judge=judges/{name} --prompts={named} "
-        "--num_prompts=200",
+        f"python -m {package}.evaluate {workdirs} --judge=judges/{name} --prompts={named} --num_prompts=200",
         *shown,
     ]

@@ -72,17 +72,19 @@ def described(photos: PictureSet) -> list[tuple[str, str]]:
             f"{counted(round(words['max']), 'word')}; most frequent words: {frequent}"
         )
     rows = [
-        ("data", f"{data.source}:{data.path}::{data.text}: "
-         f"{counted(report['records'], 'picture')}{read}"),
-        ("shorter side", f"{side['min']:,.0f} to {side['max']:,.0f} pixels, median "
-         f"{side['median']:,.0f}; {_counts(report['formats'])}"),
+        ("data", f"{data.source}:{data.path}::{data.text}: {counted(report['records'], 'picture')}{read}"),
+        (
+            "shorter side",
+            f"{side['min']:,.0f} to {side['max']:,.0f} pixels, median "
+            f"{side['median']:,.0f}; {_counts(report['formats'])}",
+        ),
         ("aspect ratio", f"median {aspect['median']:.2g}, largest {aspect['max']:.2g}"),
         ("reading", f"{photos.speed:.2g} pictures per second"),
         ("unusable", unusable),
         *photos.records.inventory().rows(),
         ("duplicates", f"{counted(report['duplicates'], 'file')} equal to an earlier file"),
         ("captions", captions),
-    ]  # fmt: skip
+    ]
     return [(name, untrusted.printable(line)) for name, line in rows]
 
 
@@ -99,10 +101,7 @@ def shrink(photos: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) ->
     """
     data = photos.data
     identity = {"source": data.source, "path": data.path, "text": data.text}
-    reshard.reshard(
-        photos.records, folder, num=_PER_TAR, format="webdataset", identity=identity,
-        size=size, pad=pad,
-    )  # fmt: skip
+    reshard.reshard(photos.records, folder, num=_PER_TAR, format="webdataset", identity=identity, size=size, pad=pad)
     return read(guess.guess(f"webdataset:{folder}"))
 
 

@@ -64,8 +64,11 @@ class Bert(nn.Module):
         norm = functools.partial(
             # Not the one-pass variance E[x^2] - E[x]^2, which loses digits if a few channels are
             # large.
-            nn.LayerNorm, epsilon=self.eps, use_fast_variance=False, dtype=jnp.float32
-        )  # fmt: skip
+            nn.LayerNorm,
+            epsilon=self.eps,
+            use_fast_variance=False,
+            dtype=jnp.float32,
+        )
         first = (positions[:length] + segments[0]).astype(jnp.float32)  # [L, D]
         h = norm(name="embedding_norm")(tokens[ids].astype(jnp.float32) + first)  # [B, L, D]
         bias = mask_bias(mask)[:, None, None]  # [B, 1, 1, L]
@@ -129,9 +132,7 @@ def encoder(
 
     to_ids = functools.partial(tokenizer, length=max_tokens)
     cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
-    return TextEncoder(
-        "bert", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off
-    )
+    return TextEncoder("bert", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
 
 
 def packaged() -> pathlib.Path:
@@ -159,9 +160,7 @@ def packaged() -> pathlib.Path:
     return folder
 
 
-def from_state(
-    state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
-) -> tuple[Bert, list[Entry]]:
+def from_state(state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32) -> tuple[Bert, list[Entry]]:
     """Return the network for a Hugging Face state dict, and the table that converts its weights.
 
     Sizes are read from the arrays' shapes. `config` (config.json) supplies the number of heads, the
@@ -174,10 +173,7 @@ def from_state(
     state = used(state)
     missing = [name for name in _REQUIRED if name not in state]
     if missing:
-        raise ValueError(
-            f"the weights are not a BERT encoder's: their {len(state)} arrays lack "
-            f"{', '.join(missing)}"
-        )
+        raise ValueError(f"the weights are not a BERT encoder's: their {len(state)} arrays lack {', '.join(missing)}")
     activation = config.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -196,11 +192,16 @@ def from_state(
         eps=config.get("layer_norm_eps", 1e-12),
         dtype=dtype,
     )
-    pretrained.check_config(config, {
-        "vocab_size": model.vocab_size, "hidden_size": model.width,
-        "intermediate_size": model.mlp_width, "num_hidden_layers": model.num_layers,
-        "max_position_embeddings": model.max_tokens,
-    })  # fmt: skip
+    pretrained.check_config(
+        config,
+        {
+            "vocab_size": model.vocab_size,
+            "hidden_size": model.width,
+            "intermediate_size": model.mlp_width,
+            "num_hidden_layers": model.num_layers,
+            "max_position_embeddings": model.max_tokens,
+        },
+    )
     name_of = lambda path: torch_weights.rename(path, _RULES)
     return model, torch_weights.table(abstract_params(model), name_of)
 

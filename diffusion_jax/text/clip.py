@@ -20,14 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import clip_weights, prompt_weights, tokenize
-from diffusion_jax.text.encoder import (
-    LEARNED_WORD,
-    WEIGHTS,
-    TextArrays,
-    TextEncoder,
-    check_fits,
-    read_learned,
-)
+from diffusion_jax.text.encoder import LEARNED_WORD, WEIGHTS, TextArrays, TextEncoder, check_fits, read_learned
 from diffusion_jax.text.transformer import ACTIVATIONS, Attention, Linear, Mlp, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
@@ -216,9 +209,7 @@ def encoder(
     return of_tower(tower, frozen, tokenizer, max_tokens)._replace(added=added)
 
 
-def with_learned(
-    tower: TextTower, params: Any, ids: Sequence[int], vectors: np.ndarray
-) -> tuple[TextTower, Any]:
+def with_learned(tower: TextTower, params: Any, ids: Sequence[int], vectors: np.ndarray) -> tuple[TextTower, Any]:
     """Return a tower and its parameters, in which tokens with new `ids` have these embeddings."""
     if tower.learned_ids:
         vectors = np.concatenate([np.asarray(params["params"][LEARNED_WORD]), vectors])
@@ -226,9 +217,7 @@ def with_learned(
     return tower.clone(learned_ids=(*tower.learned_ids, *ids)), params
 
 
-def of_tower(
-    tower: TextTower, frozen: Any, tokenizer: tokenize.TextTokenizer, max_tokens: int = 77
-) -> TextEncoder:
+def of_tower(tower: TextTower, frozen: Any, tokenizer: tokenize.TextTokenizer, max_tokens: int = 77) -> TextEncoder:
     """Return a TextEncoder whose embeddings are the `last` output of a text tower.
 
     `frozen` holds the parameters of `tower`.
@@ -264,10 +253,17 @@ def of_tower(
         return of_tower(new, (), tokenizer, max_tokens)._replace(added=added), params
 
     return TextEncoder(
-        "clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off,
+        "clip",
+        tower.width,
+        max_tokens,
+        to_ids,
+        frozen,
+        encode,
+        cut_off=cut_off,
         tokenize_weighted=functools.partial(prompt_weights.tokenize, tokenizer, max_tokens),
-        outputs=all_outputs, add_words=add_words,
-    )  # fmt: skip
+        outputs=all_outputs,
+        add_words=add_words,
+    )
 
 
 def text_tower(
@@ -311,13 +307,7 @@ def image_tower(
     embeddings = f"{clip_weights.VISION}.embeddings"
     width, _, patch, _ = state[f"{embeddings}.patch_embedding.weight"].shape
     side = round((state[f"{embeddings}.position_embedding.weight"].shape[0] - 1) ** 0.5)
-    tower = ImageTower(
-        image_size=side * patch,
-        patch=patch,
-        width=width,
-        dtype=dtype,
-        **shared,
-    )
+    tower = ImageTower(image_size=side * patch, patch=patch, width=width, dtype=dtype, **shared)
     return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
 
 

@@ -90,9 +90,7 @@ def from_state(state: StateDict, config: Mapping[str, Any]) -> ClipWeights:
     # The text encoder of Stable Diffusion 2 is OpenCLIP's. Its files have Hugging Face's names, but
     # texts are padded with 0.
     exact_gelu = TEXT in towers and towers[TEXT].activation == "gelu"
-    return ClipWeights(
-        arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1))
-    )
+    return ClipWeights(arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1)))
 
 
 def is_open_clip(state: StateDict) -> bool:
@@ -153,9 +151,7 @@ def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
             thirds.setdefault(f"{fused[1]}in_proj_{fused[3]}", {})[fused[2]] = array
         else:
             arrays[name] = array
-    return arrays | {
-        name: np.concatenate([parts[n] for n in "qkv"]) for name, parts in thirds.items()
-    }
+    return arrays | {name: np.concatenate([parts[n] for n in "qkv"]) for name, parts in thirds.items()}
 
 
 _RULES = (
@@ -212,9 +208,7 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
         name = re.sub(r"^(cond_stage_model\.transformer|model|clip)\.(?=\w)", "", name)
         if name.endswith(("position_ids", "logit_scale", "logit_bias")):
             continue
-        if re.match(
-            r"(embeddings|encoder\.layers|final_layer_norm|pre_layrnorm|post_layernorm)\.", name
-        ):
+        if re.match(r"(embeddings|encoder\.layers|final_layer_norm|pre_layrnorm|post_layernorm)\.", name):
             visual = "embeddings.class_embedding" in " ".join(state)
             name = f"{VISION if visual else TEXT}.{name}"
         arrays.append((name, array))
@@ -237,8 +231,7 @@ _OPEN_CLIP = (  # Pairs of OpenCLIP's and Hugging Face's names. A dot precedes e
     ("mlp.c_proj.", "mlp.fc2."),
 )
 _OPEN_CLIP_TEXT = ("token_embedding", "positional_embedding", "transformer", "ln_final")
-_NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "context_length",
-               "vocab_size")  # fmt: skip
+_NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "context_length", "vocab_size")
 
 
 def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:

@@ -108,15 +108,12 @@ def read_learned(text: str) -> LearnedTokens:
     parts = re.fullmatch(r"(?P<word>\S+)=(?P<initial>[^\s=*]+)(\*(?P<count>[1-9]\d?))?", text)
     if not parts:
         raise ValueError(
-            f"text.learned_tokens is {text!r}: write WORD=INITIAL*N with up to 99 vectors, such as "
-            "<cat-toy>=toy*4"
+            f"text.learned_tokens is {text!r}: write WORD=INITIAL*N with up to 99 vectors, such as <cat-toy>=toy*4"
         )
     return LearnedTokens(parts["word"], parts["initial"], int(parts["count"] or 1))
 
 
-def embed(
-    encoder: TextEncoder, texts: Sequence[Any] | TextArrays
-) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
+def embed(encoder: TextEncoder, texts: Sequence[Any] | TextArrays) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
     """Return one embedding per token of texts, and their mask, computed in one jitted call.
 
     `texts` holds texts, or their tokens from `encoder.tokenize`. For the values at padding, see
@@ -136,8 +133,7 @@ def outputs(encoder: TextEncoder, texts: Sequence[Any] | TextArrays) -> Any:
     """
     if encoder.outputs is None:
         raise ValueError(
-            f"the encoder {encoder.name} has one embedding per token and no other outputs: call "
-            "embed, or load a CLIP"
+            f"the encoder {encoder.name} has one embedding per token and no other outputs: call embed, or load a CLIP"
         )
     return _run(encoder.outputs, encoder, texts)
 

@@ -35,9 +35,7 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
 
     tokenize_to = functools.partial(tokenize, max_tokens=max_tokens)
     ignored = functools.partial(cut_off, max_tokens=max_tokens)
-    return TextEncoder(
-        "hashed", width, max_tokens, tokenize_to, (), encode, cut=True, cut_off=ignored
-    )
+    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode, cut=True, cut_off=ignored)
 
 
 def words(text: str) -> list[str]:
@@ -74,9 +72,7 @@ def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
     return ignored
 
 
-def embeddings(
-    ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int
-) -> Float[Array, "B L D"]:
+def embeddings(ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int) -> Float[Array, "B L D"]:
     """Return the embeddings of words, given their ids. Values are +1 or -1, and 0 at padding.
 
     The first half of an embedding depends on the word alone. The second half is the product of

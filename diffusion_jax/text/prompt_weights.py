@@ -131,9 +131,7 @@ def tokenize(
     return {"text_ids": ids.reshape(len(rows), -1), WEIGHTS: weights.reshape(len(rows), -1)}
 
 
-def weighted(
-    embeddings: Float[Array, "N L D"], weights: Float[Array, "N L"]
-) -> Float[Array, "N L D"]:
+def weighted(embeddings: Float[Array, "N L D"], weights: Float[Array, "N L"]) -> Float[Array, "N L D"]:
     """Multiply the embeddings of chunks by their tokens' weights, and restore each chunk's mean."""
     scaled = embeddings * weights[..., None]
     mean = lambda x: jnp.mean(x, (1, 2), keepdims=True)  # [N, 1, 1]

@@ -83,10 +83,7 @@ def make_encoder(text: Text) -> TextEncoder:
 
 
 def load(
-    weights: str | os.PathLike[str],
-    *,
-    max_tokens: int | None = None,
-    dtype: DTypeLike = jnp.float32,
+    weights: str | os.PathLike[str], *, max_tokens: int | None = None, dtype: DTypeLike = jnp.float32
 ) -> TextEncoder:
     """Load a T5, CLIP or BERT, and place its weights on the default device.
 
@@ -113,8 +110,7 @@ def load(
         kind = "clip"
     if kind not in _MODEL_TYPES:
         raise ValueError(
-            f"model_type is {kind!r} in {config}: text encoders of the types "
-            f"{', '.join(_MODEL_TYPES)} can be loaded"
+            f"model_type is {kind!r} in {config}: text encoders of the types {', '.join(_MODEL_TYPES)} can be loaded"
         )
     module = importlib.import_module(f"diffusion_jax.text.{_MODEL_TYPES[kind]}")
     options = {"read_tokens": max_tokens} if kind == "t5" and max_tokens else {}

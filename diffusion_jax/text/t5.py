@@ -73,13 +73,9 @@ class T5Encoder(nn.Module):
         h = table[ids].astype(jnp.float32)  # [B, L, D], as after every layer
         states = [h]
         for i in range(self.num_layers):
-            attention = _Attention(
-                self.num_heads, self.head_dim, self.dtype, name=f"block_{i}_attention"
-            )
+            attention = _Attention(self.num_heads, self.head_dim, self.dtype, name=f"block_{i}_attention")
             h = h + attention(norm(name=f"block_{i}_attention_norm")(h), bias)
-            mlp = _Mlp(
-                self.mlp_width, self.activation, self.gated, self.dtype, name=f"block_{i}_mlp"
-            )
+            mlp = _Mlp(self.mlp_width, self.activation, self.gated, self.dtype, name=f"block_{i}_mlp")
             h = h + mlp(norm(name=f"block_{i}_mlp_norm")(h))
             states.append(h)
         return [*states[:-1], norm(name="final_norm")(states[-1])]
@@ -141,9 +137,7 @@ def encoder(
 
     to_ids = functools.partial(tokenizer, length=read_tokens)
     cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
-    return TextEncoder(
-        "t5", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off
-    )
+    return TextEncoder("t5", model.width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
 
 
 def from_state(
@@ -160,8 +154,7 @@ def from_state(
     state = used(state)
     relative, q, wi = _REQUIRED
     gated = _mlp_in(0, "wi_0") in state
-    missing = [n for n in (_EMBEDDING, relative, q, _mlp_in(0, "wi_0") if gated else wi)
-               if n not in state]  # fmt: skip
+    missing = [n for n in (_EMBEDDING, relative, q, _mlp_in(0, "wi_0") if gated else wi) if n not in state]
     if missing:
         raise ValueError(
             f"the weights are not a T5 encoder's: their {len(state)} arrays lack "
@@ -189,11 +182,18 @@ def from_state(
         eps=config.get("layer_norm_epsilon", 1e-6),
         dtype=dtype,
     )
-    pretrained.check_config(config, {
-        "vocab_size": model.vocab_size, "d_model": model.width, "d_ff": model.mlp_width,
-        "d_kv": model.head_dim, "num_heads": model.num_heads, "num_layers": model.num_layers,
-        "relative_attention_num_buckets": model.num_buckets,
-    })  # fmt: skip
+    pretrained.check_config(
+        config,
+        {
+            "vocab_size": model.vocab_size,
+            "d_model": model.width,
+            "d_ff": model.mlp_width,
+            "d_kv": model.head_dim,
+            "num_heads": model.num_heads,
+            "num_layers": model.num_layers,
+            "relative_attention_num_buckets": model.num_buckets,
+        },
+    )
     return model, t5_table(model)
 
 

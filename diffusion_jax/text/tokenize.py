@@ -216,10 +216,7 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> TextTokeni
         )
     begin, end = (tokenizer.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
     if begin is None or end is None:
-        raise ValueError(
-            f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|> or no "
-            "<|endoftext|>"
-        )
+        raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|> or no <|endoftext|>")
     if open_clip and pad is None:
         return TextTokenizer(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
     return TextTokenizer(tokenizer, begin=begin, end=end, pad=end if pad is None else pad)
@@ -236,15 +233,11 @@ def bert(path: str | os.PathLike[str]) -> TextTokenizer:
     """
     folder = pathlib.Path(path)
     if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer.json: copy it from the model whose weights you use"
-        )
+        raise FileNotFoundError(f"{folder} has no tokenizer.json: copy it from the model whose weights you use")
     tokenizer = _read_json(folder / "tokenizer.json")
     begin, end, pad = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]"))
     if begin is None or end is None or pad is None:
-        raise ValueError(
-            f"the tokenizer in {folder} is not BERT's: it has no [CLS], no [SEP] or no [PAD]"
-        )
+        raise ValueError(f"the tokenizer in {folder} is not BERT's: it has no [CLS], no [SEP] or no [PAD]")
     return TextTokenizer(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 
 
@@ -285,18 +278,14 @@ def _read_clip(folder: pathlib.Path) -> tuple[Tokenizer, int]:
         clip = _transformers().CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
         return clip.backend_tokenizer, clip.pad_token_id
     except Exception as error:  # A damaged file fails in many ways.
-        raise ValueError(
-            f"cannot read the tokenizer in {folder}: {error}: copy its files again"
-        ) from error
+        raise ValueError(f"cannot read the tokenizer in {folder}: {error}: copy its files again") from error
 
 
 def _read_json(path: pathlib.Path) -> Tokenizer:
     try:
         return _transformers().PreTrainedTokenizerFast(tokenizer_file=str(path)).backend_tokenizer
     except Exception as error:  # The library raises plain Exception.
-        raise ValueError(
-            f"cannot read the tokenizer {path}: {error}: copy tokenizer.json again"
-        ) from error
+        raise ValueError(f"cannot read the tokenizer {path}: {error}: copy tokenizer.json again") from error
 
 
 def _read_pieces(path: pathlib.Path) -> Tokenizer:

@@ -36,10 +36,7 @@ class Linear(nn.Module):
         """Return x @ kernel, plus the bias if there is one. The kernel is cast to `dtype`."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         y = jnp.einsum(
-            "...i,io->...o",
-            x.astype(self.dtype),
-            kernel.astype(self.dtype),
-            preferred_element_type=jnp.float32,
+            "...i,io->...o", x.astype(self.dtype), kernel.astype(self.dtype), preferred_element_type=jnp.float32
         )
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(jnp.float32)

@@ -43,9 +43,7 @@ def deterministic_options(deterministic: bool) -> dict[str, str | bool]:
     return {"xla_gpu_exclude_nondeterministic_ops": deterministic}
 
 
-def compile_step(
-    lowered: jax.stages.Lowered, options: Mapping[str, str | bool]
-) -> jax.stages.Compiled:
+def compile_step(lowered: jax.stages.Lowered, options: Mapping[str, str | bool]) -> jax.stages.Compiled:
     """Compile a lowered training step with these options of XLA.
 
     If nondeterministic kernels are excluded, all gradients of cuDNN's attention are marked as
@@ -90,8 +88,9 @@ def find(workdir: pathlib.Path, deterministic: bool) -> Autotuning:
     if kept:
         logging.warning(
             "%s was written by another jaxlib or for another kind of GPU: XLA chooses kernels "
-            "anew, and results may differ in rounding from those so far", workdir / kept[0],
-        )  # fmt: skip
+            "anew, and results may differ in rounding from those so far",
+            workdir / kept[0],
+        )
     written = pathlib.Path(tempfile.mkdtemp(prefix="autotuning-")) / "chosen.txt"
     options["xla_gpu_dump_autotune_results_to"] = str(written)
     return Autotuning(options, "", written)

@@ -64,9 +64,7 @@ class Checkpointer:
     checkpoint counts as saved when all its files are on the disk.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], keep_last: int | None, keep_every: int = 0
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep_last: int | None, keep_every: int = 0) -> None:
         """Create `directory` if it does not exist, and remove incomplete saves.
 
         Damaged checkpoints that are newer than the newest undamaged one are moved into the
@@ -173,9 +171,7 @@ class Checkpointer:
         """
         return max(restore.steps(self._directory), default=None)
 
-    def restore(
-        self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
-    ) -> TrainState:
+    def restore(self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None) -> TrainState:
         """Wait for the last save, and return the saved state of `step` as `restore_state` does.
 
         Raises NotSaved if the last save failed.
@@ -320,10 +316,7 @@ class Snapshots:
 
 
 def restore_state(
-    directory: str | os.PathLike[str],
-    abstract_state: TrainState,
-    data_iterator: DataIterator,
-    step: int | None = None,
+    directory: str | os.PathLike[str], abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
 ) -> TrainState:
     """Return the saved state of `step`, and move `data_iterator` to the saved position.
 

@@ -31,11 +31,29 @@ from diffusion_jax.weights import finetune, restore
 
 # Prefixes of the config fields that --continue_from accepts: no array has another shape or meaning.
 _CHANGES = (
-    *runs.FREE, "batch_size", "seed", "deterministic", "log.", "optimizer.", "data.", "lora.scale",
-    "text.drop_prob", "text.weights", "text.dtype", "conditioning.drop_to", "unet.weights",
-    "unet.dropout", "unet.dtype", "vae.weights", "vae.dtype", "latents.image_size",
-    "diffusion.offset_noise", "diffusion.distance", "reconstruction.distance", "reconstruction.kl",
-)  # fmt: skip
+    *runs.FREE,
+    "batch_size",
+    "seed",
+    "deterministic",
+    "log.",
+    "optimizer.",
+    "data.",
+    "lora.scale",
+    "text.drop_prob",
+    "text.weights",
+    "text.dtype",
+    "conditioning.drop_to",
+    "unet.weights",
+    "unet.dropout",
+    "unet.dtype",
+    "vae.weights",
+    "vae.dtype",
+    "latents.image_size",
+    "diffusion.offset_noise",
+    "diffusion.distance",
+    "reconstruction.distance",
+    "reconstruction.kl",
+)
 _RECORDS = ("data.source", "data.path", "data.mixture", "data.prior")
 """Config fields that choose the records. If one of them changes, the data start anew."""
 
@@ -157,9 +175,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
     return ContinuedRun(run, newest, changed, adds_lora, less_heldout)
 
 
-def prepare(
-    source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
-) -> str:
+def prepare(source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh) -> str:
     """Move the data to the other run's position, and return a text that lists the changes.
 
     The text has one line for all changes, one for what is kept, and one for what starts anew.
@@ -195,15 +211,25 @@ def prepare(
         *([("drops", f"averages {', '.join(dropped)}")] if dropped else []),
     ]
     if (share := source.less_heldout) is not None:
-        rows.append(("note", f"earlier steps, with data.heldout={share:g}, may have trained on "
-                     "pictures that are now held out, whose loss is then too low"))  # fmt: skip
+        rows.append(
+            (
+                "note",
+                f"earlier steps, with data.heldout={share:g}, may have trained on "
+                "pictures that are now held out, whose loss is then too low",
+            )
+        )
     return progress.block(rows)
 
 
 def write_first_checkpoint(
-    source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
-    workdir: pathlib.Path, config: Mapping[str, Any],
-) -> None:  # fmt: skip
+    source: ContinuedRun,
+    inputs: loop.RunInputs,
+    run: Run,
+    settings: Optimizer,
+    mesh: Mesh,
+    workdir: pathlib.Path,
+    config: Mapping[str, Any],
+) -> None:
     """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
 
     Call `prepare` before. `loop.train` describes the arguments.
@@ -237,9 +263,7 @@ def _move(source: ContinuedRun, batches: Batches) -> str:
     return ""
 
 
-def _with_lora(
-    step: int, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
-) -> TrainState:
+def _with_lora(step: int, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh) -> TrainState:
     """Return the state of new LoRA factors at a step. Their learning rate is that of this step."""
     _, key, create, layout = loop.set_up(inputs.task, run, settings, mesh)
 

@@ -38,25 +38,14 @@ from diffusion_jax.draw.program import make_draw
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.files.manifest import read_averages_from
 from diffusion_jax.logs import events
-from diffusion_jax.logs.run_log import (
-    MetricWriter,
-    read_cpu_seconds,
-    write_manifest,
-    write_seconds,
-)
+from diffusion_jax.logs.run_log import MetricWriter, read_cpu_seconds, write_manifest, write_seconds
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
 from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, num_passes, snapshot_every
-from diffusion_jax.train.state import (
-    TrainState,
-    averaged,
-    image_keys,
-    init_state,
-    make_train_step,
-)
+from diffusion_jax.train.state import TrainState, averaged, image_keys, init_state, make_train_step
 from diffusion_jax.train.step_report import IN_FLIGHT, StepReport
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
@@ -100,10 +89,16 @@ class CompiledStep(NamedTuple):
 
 
 def train(
-    inputs: RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: CompiledStep | None = None,
+    inputs: RunInputs,
+    run: Run,
+    settings: Optimizer,
+    mesh: Mesh,
+    workdir: pathlib.Path,
+    config: Mapping[str, Any],
+    trace: Trace = NO_TRACE,
+    program: CompiledStep | None = None,
     cpu_seconds: float = math.inf,
-) -> TrainState:  # fmt: skip
+) -> TrainState:
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
     Args:
@@ -153,9 +148,8 @@ def train(
         rows = run.batch_size // passes
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         measurements = Measurements(
-            run, inputs.examples, evaluation, records, draw, heldout_losses, workdir,
-            attempt(workdir),
-        )  # fmt: skip
+            run, inputs.examples, evaluation, records, draw, heldout_losses, workdir, attempt(workdir)
+        )
         missing = measurements.missing(first_step)
         cpu_seconds -= read_cpu_seconds(workdir, first_step)
         if first_step >= run.steps or cpu_seconds <= 0:
@@ -195,9 +189,7 @@ def train(
         stack.callback(trace.close)
         progress = StepReport(run, writer, mesh.size, batches, seconds)
         write_seconds(workdir, progress.seconds)
-        skips = not_finite.SkippedSteps(
-            first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped
-        )
+        skips = not_finite.SkippedSteps(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
         if missing:
@@ -225,10 +217,18 @@ def train(
                 names = functools.partial(batches.names, back=step - skipped_step)
                 with progress.paused("checking"), watchdog.paused():
                     not_finite.investigate(
-                        workdir / not_finite.REPORT, skipped_step, step, task.loss, state.params,
-                        frozen, skipped_batch, image_keys(key, skipped_step - 1, run.batch_size),
-                        passes, replicated(mesh), names,
-                    )  # fmt: skip
+                        workdir / not_finite.REPORT,
+                        skipped_step,
+                        step,
+                        task.loss,
+                        state.params,
+                        frozen,
+                        skipped_batch,
+                        image_keys(key, skipped_step - 1, run.batch_size),
+                        passes,
+                        replicated(mesh),
+                        names,
+                    )
 
             # Save. The watchdog is not paused, because a save waits for all processes and may hang.
             if evaluation and measurements.is_scored(step, before_save=True):
@@ -259,9 +259,13 @@ def train(
 
 
 def make_step(
-    task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any,
-    passes: int = 1, averages_from: int = 0,
-):  # fmt: skip
+    task: Task,
+    settings: Optimizer,
+    tx: optax.GradientTransformationExtraArgs,
+    layout: Any,
+    passes: int = 1,
+    averages_from: int = 0,
+):
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
     The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. It
@@ -284,9 +288,8 @@ def make_step(
 
 
 def warm_up(
-    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray],
-    workdir: pathlib.Path,
-) -> CompiledStep:  # fmt: skip
+    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray], workdir: pathlib.Path
+) -> CompiledStep:
     """Compile the training step, run it once on `batch`, and return the compiled step.
 
     The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
@@ -317,9 +320,14 @@ def set_up(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
 
 
 def compiled_all(
-    step: Any, state: TrainState, frozen: Any, batch: Mapping[str, Any], key: Any,
-    batches: Batches, options: Mapping[str, Any],
-) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
+    step: Any,
+    state: TrainState,
+    frozen: Any,
+    batch: Mapping[str, Any],
+    key: Any,
+    batches: Batches,
+    options: Mapping[str, Any],
+) -> dict[BatchShapes, CompiledStep]:
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
     `options` are XLA's options for the step, which `autotuning` chooses. Returns the compiled
@@ -329,10 +337,7 @@ def compiled_all(
     examples = batches.examples()
     for number, example in enumerate(examples, 1):
         shape = lambda name, x, rows=example: (len(x), *rows[name].shape[1:])
-        rows = {
-            name: jax.ShapeDtypeStruct(shape(name, x), x.dtype, sharding=x.sharding)
-            for name, x in batch.items()
-        }
+        rows = {name: jax.ShapeDtypeStruct(shape(name, x), x.dtype, sharding=x.sharding) for name, x in batch.items()}
         if shapes_of(rows) not in programs:
             logging.info("the batch shape of bucket %d of %d:", number, len(examples))
             programs[shapes_of(rows)] = compiled(step, (state, frozen, rows, key), options)
@@ -383,9 +388,14 @@ def new_state(create: Callable[[Any], TrainState], key: Any, layout: Any) -> Tra
 
 
 def starting_state(
-    workdir: pathlib.Path, step: int | None, create: Callable[[Any], TrainState], key: Any,
-    layout: Any, batches: Batches, start: Callable[[], Params] | None,
-) -> TrainState:  # fmt: skip
+    workdir: pathlib.Path,
+    step: int | None,
+    create: Callable[[Any], TrainState],
+    key: Any,
+    layout: Any,
+    batches: Batches,
+    start: Callable[[], Params] | None,
+) -> TrainState:
     """Return the state in the checkpoint of `step`, and move `batches` to the saved position.
 
     If `step` is None, return a new state. Its parameters and averages come from `start`, or from

@@ -109,9 +109,7 @@ class Measurements(NamedTuple):
         missing = [name for name in due if not {name, f"out_of_memory/{name}"} & done]
         return distributed.gather_text(" ".join(missing))[0].split()
 
-    def take(
-        self, names: Sequence[str], step: int, state: TrainState, writer: MetricWriter
-    ) -> None:
+    def take(self, names: Sequence[str], step: int, state: TrainState, writer: MetricWriter) -> None:
         """Draw the samples, score pictures and measure the held-out loss, as far as `names` says.
 
         If the measurements of this step have ended the process _ATTEMPTS times, they are left out.
@@ -120,8 +118,11 @@ class Measurements(NamedTuple):
         if attempts >= _ATTEMPTS:
             logging.error(
                 "%s of step %d are left out: the process ended %d times while it drew or scored "
-                "them, perhaps for lack of memory", " and ".join(names), step, attempts,
-            )  # fmt: skip
+                "them, perhaps for lack of memory",
+                " and ".join(names),
+                step,
+                attempts,
+            )
             writer.write_scalars(step, {f"out_of_memory/{name}": 1 for name in names})
             return
         marker = self.workdir / MEASURING
@@ -182,6 +183,8 @@ def _left_out_if_too_large(name: str, step: int, writer: MetricWriter) -> Iterat
             raise
         logging.error(
             "%s of step %d do not fit in the memory and are left out; training goes on. %s",
-            name, step, (str(error).splitlines() or ["MemoryError"])[0][:200],
-        )  # fmt: skip
+            name,
+            step,
+            (str(error).splitlines() or ["MemoryError"])[0][:200],
+        )
         writer.write_scalars(step, {f"out_of_memory/{name}": 1})

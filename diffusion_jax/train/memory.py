@@ -139,13 +139,7 @@ def drawing(task: Task, params: Any, texts: Any, rows: int) -> int:
     estimate is the largest of the sampler's loops.
     """
     guidance = jax.ShapeDtypeStruct((SAMPLES,), jnp.float32)
-    arguments = (
-        params,
-        shapes(task.frozen),
-        batch_of(texts, SAMPLES),
-        abstract_keys(SAMPLES),
-        guidance,
-    )
+    arguments = (params, shapes(task.frozen), batch_of(texts, SAMPLES), abstract_keys(SAMPLES), guidance)
     closed = jax.make_jaxpr(task.sample)(*arguments)
     return max(
         peak(traced_memory.lifetimes(traced_memory.flatten(body), SAMPLES, frozenset(), {}), rows)
@@ -190,10 +184,7 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
     """Return the lifetimes and per-device sizes of the arrays in a traced step on `mesh`."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
-    leaves, places = (
-        jax.tree.leaves(tree)
-        for tree in (weights, sharding.shardings(weights, mesh, traced.task.rules))
-    )
+    leaves, places = (jax.tree.leaves(tree) for tree in (weights, sharding.shardings(weights, mesh, traced.task.rules)))
     gathered = inputs_over("fsdp", program, places)
     halves, _ = traced_memory.split(program, inputs_over("tensor", program, places))
     trained = len(jax.tree.leaves(params))

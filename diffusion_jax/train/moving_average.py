@@ -25,8 +25,7 @@ def check_decays(ema_decays: Sequence[float]) -> None:
     for decay in ema_decays:
         if not 0 <= decay < 1:
             raise ValueError(
-                f"optimizer.ema_decays holds {decay}: each decay must be at least 0 and below 1, "
-                "such as 0.9999"
+                f"optimizer.ema_decays holds {decay}: each decay must be at least 0 and below 1, such as 0.9999"
             )
 
 
@@ -53,9 +52,7 @@ def update_exponential(ema: Params, params: Params, decay: Float[Array, ""] | fl
     return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)
 
 
-def update_power_function(
-    ema: Params, params: Params, gamma: float, step: Int[Array, ""]
-) -> Params:
+def update_power_function(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
     """Return beta ema + (1 - beta) params with beta = (1 - 1 / t)^(gamma + 1) and t = step + 1.
 
     1 - beta is small and is computed directly. Subtracting float32(beta) from 1 would lose digits.

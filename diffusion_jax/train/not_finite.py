@@ -53,9 +53,7 @@ class SkippedSteps:
         self._under_way: list[tuple[int, Batch, Metrics]] = []
         self._over = False
 
-    def failed(
-        self, step: int, batch: Batch, metrics: Metrics, last: bool
-    ) -> tuple[int, Batch] | None:
+    def failed(self, step: int, batch: Batch, metrics: Metrics, last: bool) -> tuple[int, Batch] | None:
         """Add a step, and check the step that came `lag` steps earlier.
 
         Return the number and the batch of the checked step if it is the first that was skipped
@@ -112,9 +110,18 @@ class Observed(NamedTuple):
 
 
 def investigate(
-    path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
-    batch: Batch, keys: Key[Array, "B"], passes: int, everywhere: NamedSharding, names: Names,
-) -> None:  # fmt: skip
+    path: pathlib.Path,
+    step: int,
+    now: int,
+    loss_fn: LossFn,
+    params: Params,
+    frozen: Frozen,
+    batch: Batch,
+    keys: Key[Array, "B"],
+    passes: int,
+    everywhere: NamedSharding,
+    names: Names,
+) -> None:
     """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
     Every process must call this function with the same arguments. `params` holds the parameters
@@ -124,25 +131,20 @@ def investigate(
     warning is logged.
     """
     logging.warning(
-        "the loss or gradient of step %d is not finite: running its batch again to find the module "
-        "that causes this",
+        "the loss or gradient of step %d is not finite: running its batch again to find the module that causes this",
         step,
     )
     try:
         observed = watch(loss_fn, params, frozen, batch, keys, passes, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
         logging.warning(
-            "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
-            step,
-            error,
+            "the loss or gradient of step %d is not finite, but its batch could not run again: %s", step, error
         )
         return
     explain(path, step, now, observed, passes, names)
 
 
-def explain(
-    path: pathlib.Path, step: int, now: int, observed: Observed, passes: int, names: Names
-) -> None:
+def explain(path: pathlib.Path, step: int, now: int, observed: Observed, passes: int, names: Names) -> None:
     """Write what the rerun of step `step` found to `path` as JSON, and log a summary.
 
     `observed` is what it found. The rerun used the weights after step `now`, which may be later.
@@ -165,28 +167,35 @@ def explain(
         "modules": modules[:_LISTED],
         "inputs": [name for name, bad in observed.inputs.items() if bad.any()][:_LISTED],
         "num_samples": len(rows),
-        "samples": [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ],
+        "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
     }
     if jax.process_index() == 0:
         files.write_whole(path, json.dumps(report, indent=1) + "\n")
     first = report["samples"][0]
     at = f" at sigma {first['sigma']:.4g}" if "sigma" in first else ""
     logging.warning(
-        "step %d: %s; inputs that are not finite: %s; samples that are not finite: %d of %d"
-        "%s. See %s", step,
-        f"the first values that are not finite come from {report['module']}" if modules
+        "step %d: %s; inputs that are not finite: %s; samples that are not finite: %d of %d%s. See %s",
+        step,
+        f"the first values that are not finite come from {report['module']}"
+        if modules
         else "all values were finite when its batch ran again",
-        ", ".join(report["inputs"]) or "none", len(rows), observed.rows.shape[1],
-        f", such as {first['name']}{at}" if len(rows) else "", path,
-    )  # fmt: skip
+        ", ".join(report["inputs"]) or "none",
+        len(rows),
+        observed.rows.shape[1],
+        f", such as {first['name']}{at}" if len(rows) else "",
+        path,
+    )
 
 
 def watch(
-    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch, keys: Key[Array, "B"],
-    passes: int, everywhere: NamedSharding,
-) -> Observed:  # fmt: skip
+    loss_fn: LossFn,
+    params: Params,
+    frozen: Frozen,
+    batch: Batch,
+    keys: Key[Array, "B"],
+    passes: int,
+    everywhere: NamedSharding,
+) -> Observed:
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
@@ -217,18 +226,14 @@ def watch(
     return observed
 
 
-def micro_batches(
-    batch: Batch, keys: Key[Array, "B"], passes: int
-) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
+def micro_batches(batch: Batch, keys: Key[Array, "B"], passes: int) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
     """Yield (micro batch, its images' keys) for each pass of a step."""
     parts = jax.jit(split, static_argnums=1)((batch, keys), passes)
     for index in range(passes):
         yield jax.tree.map(lambda x, index=index: x[index], parts)
 
 
-def observed_gradient(
-    loss_fn: LossFn, everywhere: NamedSharding
-) -> Callable[..., tuple[Any, "Walk"]]:
+def observed_gradient(loss_fn: LossFn, everywhere: NamedSharding) -> Callable[..., tuple[Any, "Walk"]]:
     """Return the function (params, frozen, batch, keys) -> (((loss, metrics), gradients), walk).
 
     It is called inside jax.jit.

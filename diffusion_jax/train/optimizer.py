@@ -134,8 +134,7 @@ def make_schedule(settings: Optimizer, steps: int) -> Schedule:
     first = settings.restart
     if first >= steps:
         raise ValueError(
-            f"optimizer.restart is {first}, but the run ends at step {steps}: raise steps, or set "
-            "optimizer.restart=0"
+            f"optimizer.restart is {first}, but the run ends at step {steps}: raise steps, or set optimizer.restart=0"
         )
     schedule = SCHEDULES[settings.schedule](settings, steps - first)
     return (lambda step: schedule(jnp.maximum(step - first, 0))) if first else schedule
@@ -227,18 +226,16 @@ def with_schedule(
     decayed = optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda u, p, factor: u + weight_decay * factor * p,
-            updates, params, _factors("decay_factors", decay_factors, params),
+            updates,
+            params,
+            _factors("decay_factors", decay_factors, params),
         )
-    )  # fmt: skip
+    )
     return optax.chain(direction, decayed, _scale_by_schedule(schedule, lr_factors))
 
 
 def adam(
-    *,
-    b1: Decay = 0.9,
-    b2: Decay = 0.999,
-    eps: Positive = 1e-8,
-    moment_dtype: MomentDtype = "float32",
+    *, b1: Decay = 0.9, b2: Decay = 0.999, eps: Positive = 1e-8, moment_dtype: MomentDtype = "float32"
 ) -> optax.GradientTransformation:
     """Adam (Kingma & Ba 2015), as AdamW with `weight_decay`."""
     # As optax.scale_by_adam, but the state is updated only if `finite` is True.
@@ -259,9 +256,7 @@ def adam(
     return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
-def lion(
-    *, b1: Decay = 0.9, b2: Decay = 0.99, moment_dtype: MomentDtype = "float32"
-) -> optax.GradientTransformation:
+def lion(*, b1: Decay = 0.9, b2: Decay = 0.99, moment_dtype: MomentDtype = "float32") -> optax.GradientTransformation:
     """Lion (Chen et al. 2023): the sign of a mean gradient. It needs a lr 3 to 10 times smaller."""
     return _if_finite(optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype))
 
@@ -292,9 +287,7 @@ def muon(
     embeddings, and the first and last layers (_OUTER). Updates of kernels have about the root mean
     square `rms`, as Adam's have (Liu et al. 2025), so both use the same learning rate.
     """
-    kernels = lambda tree: jax.tree.map_with_path(
-        lambda path, x: "muon" if _is_inner_kernel(path, x) else "adam", tree
-    )
+    kernels = lambda tree: jax.tree.map_with_path(lambda path, x: "muon" if _is_inner_kernel(path, x) else "adam", tree)
     matrices = lambda tree: jax.tree.map(
         lambda x: contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1), tree
     )
@@ -397,9 +390,7 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _scale_by_schedule(
-    schedule: Schedule, factors: Factors
-) -> optax.GradientTransformationExtraArgs:
+def _scale_by_schedule(schedule: Schedule, factors: Factors) -> optax.GradientTransformationExtraArgs:
     """Return the transformation update -> -lr * update, whose state is a ScheduleState."""
 
     def init(params):

@@ -26,9 +26,7 @@ def on_a_device(tree: Any) -> int:
 
 
 @contextlib.contextmanager
-def explained(
-    workdir: pathlib.Path, held: Mapping[str, Any], samples: int
-) -> Iterator[dict[str, int]]:
+def explained(workdir: pathlib.Path, held: Mapping[str, Any], samples: int) -> Iterator[dict[str, int]]:
     """Turn XLA's RESOURCE_EXHAUSTED in this context into OutOfMemory.
 
     Before it raises OutOfMemory, this context manager writes a profile of the device's memory to

@@ -44,10 +44,16 @@ _SECONDS = 5.0  # After this time, it reads no further pictures.
 
 
 def rehearse(
-    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
+    inputs: loop.RunInputs,
+    run: Run,
+    settings: Optimizer,
+    mesh: Mesh,
+    workdir: pathlib.Path,
+    alone: bool = True,
+    device_memory: float | None = None,
+    ignore_memory: bool = False,
     source: continuing.ContinuedRun | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Trace everything that a run will compute, and return a report on the run.
 
     Args:
@@ -146,9 +152,8 @@ def _sample(pictures: Any) -> str:
             break
     if masks is not None and not masked:
         logging.warning(
-            "data.loss_mask has no effect on the %d pictures that were read: every pixel of them "
-            "counts in full", count
-        )  # fmt: skip
+            "data.loss_mask has no effect on the %d pictures that were read: every pixel of them counts in full", count
+        )
     skipped = collections.Counter(pictures.skipped()) - before
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
     usable = f"left out: {reasons}" if reasons else "all can be used"
@@ -171,8 +176,10 @@ def _learning(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
         logging.warning(
             "the learning rate reaches only %.0f %% of optimizer.lr, because optimizer.warmup is "
             "%d, but the run has %d steps: lower optimizer.warmup",
-            100 * peak, settings.warmup, run.steps - settings.restart,
-        )  # fmt: skip
+            100 * peak,
+            settings.warmup,
+            run.steps - settings.restart,
+        )
     if not settings.ema_decays:
         return text
     decay, age = max(settings.ema_decays), jnp.arange(run.steps - begun)
@@ -182,8 +189,9 @@ def _learning(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
         logging.warning(
             "at the last step, %.0f %% of the average that pictures are drawn with are the initial "
             "weights, because its decay rate is %g: set optimizer.ema_warmup=True",
-            100 * initial, decay,
-        )  # fmt: skip
+            100 * initial,
+            decay,
+        )
     return (
         f"{text}; pictures are drawn with averaged weights (optimizer.ema_decays={decay:g}), which "
         f"at the end consist of {1 - initial:.1%} training and {initial:.1%} initial weights"
@@ -199,9 +207,15 @@ def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> No
         logging.warning(
             "at step %d, the learning rate jumps from %.0f %% to %.0f %% of optimizer.lr, because "
             "the schedule %r now ends at step %d instead of %d; to warm up again instead, set "
-            "optimizer.restart=%d", step, 100 * was, 100 * now, settings.schedule, run.steps,
-            before["steps"], step,
-        )  # fmt: skip
+            "optimizer.restart=%d",
+            step,
+            100 * was,
+            100 * now,
+            settings.schedule,
+            run.steps,
+            before["steps"],
+            step,
+        )
 
 
 def _rehearse_drawing(inputs: loop.RunInputs, params: Params, mesh: Mesh) -> tuple[str, int]:
@@ -232,8 +246,10 @@ def _drawing_memory(need: memory.Bytes, rows: int, limit: float | int) -> str:
         logging.warning(
             "drawing %s at once may not fit into a device's memory: it needs about %.2f of %.1f GB;"
             " pictures that do not fit are left out. Draw smaller ones, or set sample_every=0",
-            pictures, need.total / 1e9, limit / 1e9,
-        )  # fmt: skip
+            pictures,
+            need.total / 1e9,
+            limit / 1e9,
+        )
     return f"{pictures} on each device, for which it needs about {need.total / 1e9:.2f} GB"
 
 
@@ -304,8 +320,7 @@ def _memory(plan: memory.Plan, limit: float | int, ignore: bool) -> str:
         )
     if need.total > memory.USABLE * limit:
         logging.warning(
-            "a training step may not fit into a device's memory: it needs about %.2f GB (%s) of "
-            "%.1f GB; %s",
+            "a training step may not fit into a device's memory: it needs about %.2f GB (%s) of %.1f GB; %s",
             need.total / 1e9,
             parts,
             limit / 1e9,
@@ -315,9 +330,14 @@ def _memory(plan: memory.Plan, limit: float | int, ignore: bool) -> str:
 
 
 def _workdir(
-    workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
-    alone: bool, source: continuing.ContinuedRun | None,
-) -> ReportLines:  # fmt: skip
+    workdir: pathlib.Path,
+    run: Run,
+    settings: Optimizer,
+    usage: memory.Disk,
+    state: TrainState,
+    alone: bool,
+    source: continuing.ContinuedRun | None,
+) -> ReportLines:
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
     `usage` is the disk space of the finished run. `alone`: training will not follow, so damaged

@@ -79,9 +79,8 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    step: int,
-) -> Replayed:  # fmt: skip
+    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path, step: int
+) -> Replayed:
     """Replay a step of the run in `workdir`. Nothing is written.
 
     If a line of metrics.jsonl covers the step, all steps of that line are replayed.
@@ -101,10 +100,7 @@ def replay(
     lineage = run_log.read_lineage(workdir)
     before = lineage["step"] if lineage else 0  # The last step of the run that this one continues.
     if not before < step <= run.steps:
-        raise ValueError(
-            f"--step={step}: {workdir} has the steps {before + 1} to {run.steps}, so choose one "
-            "of these"
-        )
+        raise ValueError(f"--step={step}: {workdir} has the steps {before + 1} to {run.steps}, so choose one of these")
     # The line that covers the step is a mean over a window of steps: replay all of them.
     logged = windows(workdir)
     covering = [window for window in logged if window.first < step <= window.last]
@@ -139,9 +135,7 @@ def replay(
             programs[shapes] = loop.compiled(train_step, arguments, tuned.options)
         if now == step:
             keys = image_keys(key, now - 1, run.batch_size)
-            modules, labels = step_report.examine(
-                task, state.params, frozen, batch, keys, passes, everywhere
-            )
+            modules, labels = step_report.examine(task, state.params, frozen, batch, keys, passes, everywhere)
             examples = _examples(batches, run.batch_size, labels)
             pictures = _pictures(frozen, batch, task.shown, everywhere)
         state, values = programs[shapes].step(state, frozen, batch, key)

@@ -37,9 +37,7 @@ def command(package: str) -> None:
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
-    base = flags.DEFINE_string(
-        "unet_weights", None, "The new path of the weights that a LoRA run adapts."
-    )
+    base = flags.DEFINE_string("unet_weights", None, "The new path of the weights that a LoRA run adapts.")
 
     def main() -> None:
         cli.start()
@@ -56,9 +54,7 @@ def command(package: str) -> None:
     cli.run(main)
 
 
-def run(
-    workdir: pathlib.Path, step: int, package: str, base: str | None = None
-) -> tuple[Replayed, str]:
+def run(workdir: pathlib.Path, step: int, package: str, base: str | None = None) -> tuple[Replayed, str]:
     """Replay a step of the run in `workdir`. Return the result and the text that `changes` returns.
 
     `package` is the same as for `command`. `base` is the value of --unet_weights. Raises
@@ -105,8 +101,7 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
     examples = _by_loss(result)
     num_listed = min(_LISTED, len(examples))
     rows.append(("examples", f"{num_listed} of {len(examples)}, with the largest losses first"))
-    rows += [(f"  row {x['row']}", f"{_numbers(x)}{x['name']}: {x['text']}") for x in
-             examples[:_LISTED]]  # fmt: skip
+    rows += [(f"  row {x['row']}", f"{_numbers(x)}{x['name']}: {x['text']}") for x in examples[:_LISTED]]
     pictures = "" if result.pictures is None else f" and {_name(result.step)}.png"
     rows.append(("written", f"{workdir / FOLDER / _name(result.step)}.json{pictures}"))
     return [(name, untrusted.printable(text)) for name, text in rows]

@@ -13,9 +13,7 @@ from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.train.loop import OpenPrompts, Scoring
 
 
-def open_scoring(
-    evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts
-) -> Scoring:
+def open_scoring(evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts) -> Scoring:
     """Open the prompts and metrics that a config's `evaluation` group names, and return a Scoring.
 
     Args:
@@ -35,9 +33,7 @@ def open_scoring(
     )
     scorer = scorers.open_scorer(source, size, prompts, evaluation)
     tokenize = open_prompts(scorer.prompts)
-    batch_size = program.even_batch_size(
-        program.default_batch_size(size, size), len(scorer.prompts)
-    )
+    batch_size = program.even_batch_size(program.default_batch_size(size, size), len(scorer.prompts))
 
     def drawing(draw, params):
         def images(prompts, seeds, guidance):
@@ -73,9 +69,7 @@ def score_now(
         features = drawn_features.collect(len(scorer.prompts), batch_size, compute, name)
         bad = int((~features["fine"]).sum())
         if bad:
-            logging.warning(
-                "%d images at guidance %g are not finite: this guidance gets no scores", bad, value
-            )
+            logging.warning("%d images at guidance %g are not finite: this guidance gets no scores", bad, value)
         row = {"images_not_finite": float(bad)} if bad else scorers.columns(scorer.score(features))
         scores |= {f"evaluation/{name}/{column}": value for column, value in row.items()}
     return scores

@@ -44,10 +44,7 @@ def averaged(state: TrainState) -> Params:
 
 
 def init_state(
-    params: Params,
-    tx: optax.GradientTransformation,
-    ema_decays: Sequence[float],
-    ema_widths: Sequence[float] = (),
+    params: Params, tx: optax.GradientTransformation, ema_decays: Sequence[float], ema_widths: Sequence[float] = ()
 ) -> TrainState:
     """Return the state at step 0, in which every average equals `params`.
 
@@ -108,16 +105,13 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         with jax.named_scope("update"):
-            updates, opt_state = tx.update(
-                _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
-            )
+            updates, opt_state = tx.update(_clip(grads, norm, clip), state.opt_state, state.params, finite=finite)
             params = constrain(optax.apply_updates(state.params, updates))
             params = keep_finite(finite, params, state.params)
         with jax.named_scope("averages"):
             age = state.step - averages_from if averages_from else state.step
             ema = {
-                ema_name(d): update_exponential(state.ema[ema_name(d)], params, decay_at(d, age))
-                for d in ema_decays
+                ema_name(d): update_exponential(state.ema[ema_name(d)], params, decay_at(d, age)) for d in ema_decays
             }
             ema = keep_finite(finite, ema, {name: state.ema[name] for name in ema})
             for name, width in zip(map(power_name, ema_widths), ema_widths, strict=True):

@@ -91,9 +91,8 @@ class StepReport:
     """
 
     def __init__(
-        self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches,
-        seconds: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches, seconds: Mapping[str, float]
+    ) -> None:
         self.seconds = dict.fromkeys(goodput.BESIDE, 0.0) | dict(seconds)
         self._run, self._writer, self._batches = run, writer, batches
         self._num_devices, self._flops = num_devices, 0.0

@@ -52,9 +52,7 @@ _SECONDS = 15  # After this time, no further captions are read.
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
-def command(
-    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.RunInputs]
-) -> None:
+def command(read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.RunInputs]) -> None:
     """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
     The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
@@ -68,13 +66,13 @@ def command(
             and the examples.
     """
     config = cli.define_config()
-    workdir_flag = flags.DEFINE_string(
-        "workdir", None, "The folder of this run; created if needed.", required=True
-    )
+    workdir_flag = flags.DEFINE_string("workdir", None, "The folder of this run; created if needed.", required=True)
     continue_from = flags.DEFINE_string(
-        "continue_from", "", "Start a new workdir with the state of another run, as RUN or "
-        "RUN@STEP, and with other settings, such as another batch size or learning rate."
-    )  # fmt: skip
+        "continue_from",
+        "",
+        "Start a new workdir with the state of another run, as RUN or "
+        "RUN@STEP, and with other settings, such as another batch size or learning rate.",
+    )
     alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
     device_memory = flags.DEFINE_float(
         "device_memory", None, "Device memory in bytes for --rehearse; default: this machine's."
@@ -83,15 +81,15 @@ def command(
         "ignore_memory", False, "Train even if a step seems to need more memory than a device has."
     )
     cpu_minutes = flags.DEFINE_float(
-        "cpu_minutes", math.inf, "End the run, with a checkpoint, once all of its steps have taken "
+        "cpu_minutes",
+        math.inf,
+        "End the run, with a checkpoint, once all of its steps have taken "
         "this CPU time in all threads: for fair comparisons on a shared CPU.",
         lower_bound=0,
-    )  # fmt: skip
+    )
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
-        "profile_steps",
-        "",
-        "Steps to trace for xprof, such as 100:105; written to WORKDIR/profile.",
+        "profile_steps", "", "Steps to trace for xprof, such as 100:105; written to WORKDIR/profile."
     )
 
     def main() -> None:
@@ -132,14 +130,19 @@ def command(
                     finetune.check_base(workdir, inputs.base)
                     finetune.check_frozen(workdir, inputs.task.frozen)
                 report = rehearse(
-                    inputs, s.run, s.optimizer, mesh, workdir, alone.value, device_memory.value,
-                    ignore_memory.value, source,
-                )  # fmt: skip
+                    inputs,
+                    s.run,
+                    s.optimizer,
+                    mesh,
+                    workdir,
+                    alone.value,
+                    device_memory.value,
+                    ignore_memory.value,
+                    source,
+                )
                 if source:
                     report += "\n" + continuing.prepare(source, inputs, s.run, s.optimizer, mesh)
-                _print_report(
-                    report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
-                )
+                _print_report(report, unread(), config_flags.get_override_values(flags.FLAGS["config"]))
                 if alone.value:
                     return
 
@@ -159,18 +162,12 @@ def command(
             # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
             # after which launchers start the command again.
             distributed.advise(how_to_go_on(workdir))
-            stack.enter_context(
-                cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
-            )
+            stack.enter_context(cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=()))
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             if source:
-                continuing.write_first_checkpoint(
-                    source, inputs, s.run, s.optimizer, mesh, workdir, values
-                )
+                continuing.write_first_checkpoint(source, inputs, s.run, s.optimizer, mesh, workdir, values)
             limit = 60 * cpu_minutes.value
-            state = loop.train(
-                inputs, s.run, s.optimizer, mesh, workdir, values, trace, cpu_seconds=limit
-            )
+            state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, values, trace, cpu_seconds=limit)
         if limit == math.inf or stop_signals.received():
             exit_if_stopped(state, s.run.steps)
         elif int(state.step) < s.run.steps:
@@ -186,8 +183,7 @@ def check_configs(config: Mapping[str, Any]) -> None:
     """Raise ValueError in all processes if their configs differ, except in the paths of files."""
     fields = settings_record.flat(systems.complete(config)).items()
     local = lambda name, value: (
-        name.rpartition(".")[2] in _LOCAL
-        or (name.startswith("evaluation.") and isinstance(value, str))
+        name.rpartition(".")[2] in _LOCAL or (name.startswith("evaluation.") and isinstance(value, str))
     )
     facts = {name: value for name, value in fields if not local(name, value)}
     distributed.check_equal(facts, "start all processes with the same config")
@@ -258,9 +254,7 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
         print(report, flush=True)
         for field, value in unread.items():
             if field in overrides or not field.startswith(_OPTIONAL):
-                logging.warning(
-                    "%s is %r, but has no effect: this run does not read it", field, value
-                )
+                logging.warning("%s is %r, but has no effect: this run does not read it", field, value)
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:
@@ -275,7 +269,5 @@ def exit_if_stopped(state: TrainState, steps: int) -> None:
     """Exit with the code of the signal that ended the loop, if it ended before step `steps`."""
     if int(state.step) < steps:
         name = stop_signals.name()
-        logging.info(
-            "stopped at step %d by %s; to continue, run the same command", int(state.step), name
-        )
+        logging.info("stopped at step %d by %s; to continue, run the same command", int(state.step), name)
         sys.exit(stop_signals.exit_code())

@@ -18,9 +18,7 @@ class Watchdog:
     seconds earlier. Use one watchdog per process, and call `close` when done.
     """
 
-    def __init__(
-        self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
-    ) -> None:
+    def __init__(self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again.") -> None:
         """Create a watchdog. The first `beat` starts it. The error line ends with `advice()`."""
         self._seconds, self._advice = seconds, advice
         self._before = min(2, 0.1 * seconds)  # Seconds from the error line to the end.

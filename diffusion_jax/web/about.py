@@ -62,9 +62,7 @@ def waiting(workdirs: Sequence[str]) -> str:
         return ""
     every = runs.load(missing[0]).get("save_every")
     when = f", at step {every:,}" if every else ""
-    return (
-        f"{' and '.join(missing)} cannot draw yet: training saves its first checkpoint later{when}"
-    )
+    return f"{' and '.join(missing)} cannot draw yet: training saves its first checkpoint later{when}"
 
 
 def _steps(workdir: str) -> list[int]:

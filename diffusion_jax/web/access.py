@@ -75,9 +75,7 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str, root: str = "") ->
             return welcome
         in_cookie = request.cookies.get(cookie, "")
         if token and not hmac.compare_digest(in_cookie.encode(), token.encode()):
-            return _error(
-                403, "the token is missing or wrong: open the address that the command printed"
-            )
+            return _error(403, "the token is missing or wrong: open the address that the command printed")
         try:
             return await answer(request)
         except LookupError:

@@ -41,9 +41,7 @@ def write(workdir: str | pathlib.Path) -> pathlib.Path:
     return out
 
 
-def page(
-    workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = (), folder: files.Path = "."
-) -> str:
+def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = (), folder: files.Path = ".") -> str:
     """Return the text of a report on runs: one self-contained HTML page.
 
     Args:
@@ -61,8 +59,7 @@ def page(
         root = files.path(workdir)
         if not untrusted.is_plain(root / run_log.METRICS, root) and name not in dict(sweeps):
             raise FileNotFoundError(
-                f"{workdir} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
-                "it is not a workdir"
+                f"{workdir} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: it is not a workdir"
             )
     most = min(_SAMPLES, max(1, _SHEETS // len(named)))
 

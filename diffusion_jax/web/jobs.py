@@ -113,9 +113,7 @@ class Queue:
         job = DrawingJob(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
-                raise Full(
-                    f"{WAITING} drawing jobs are waiting already: try again when some are done"
-                )
+                raise Full(f"{WAITING} drawing jobs are waiting already: try again when some are done")
             ended = [name for name, other in self.jobs.items() if other.ended]
             for name in ended[: max(0, len(self.jobs) + 1 - _MAX_JOBS)]:
                 del self.jobs[name]

@@ -28,9 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
             of this machine.
     """
     try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=_CONNECTIONS)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -42,9 +40,8 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(application: Any, listening: socket.socket, opened: str) -> None:
     """Serve the application until interrupted. Print the line `opened` when the server is ready."""
     config = uvicorn.Config(
-        application, log_level="warning", http=Bounded, ws="none",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-    )  # fmt: skip
+        application, log_level="warning", http=Bounded, ws="none", timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+    )
     logging.getLogger("uvicorn.error").addFilter(_is_no_cut_off)
     server = uvicorn.Server(config)
     start = server.startup

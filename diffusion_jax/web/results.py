@@ -71,10 +71,14 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
     every = list(named_sweeps)
     filled = [(name, one) for name, one in every if one.rows]
     metrics = {
-        column: {"label": metric.label, "axis": metric.axis or metric.label,
-                 "lower": metric.lower_is_better, "share": metric.is_share}
+        column: {
+            "label": metric.label,
+            "axis": metric.axis or metric.label,
+            "lower": metric.lower_is_better,
+            "share": metric.is_share,
+        }
         for column, metric in table.shown().items()
-    }  # fmt: skip
+    }
     return {
         "sweeps": [_sweep(name, one, show) for name, one in filled],
         "metrics": metrics,
@@ -162,9 +166,14 @@ def _point(one: SweepResult, row: sweep.ScoreRow, show: Show) -> dict[str, Any]:
     weights = {"ema": row["ema"], "checkpoint": row["checkpoint"]}
     alone = not row.get("model") and _stages(one) is None
     guidance, path = f"{float(row['guidance']):g}", sweep.sheet_of(one, row)
-    drawn = {"guidance": guidance, "model": row.get("model"), "checkpoint": row["checkpoint"],
-             "average": row["ema"], "later stages": row.get("later"),
-             **{name.replace("_", " "): value for name, value in axes.items()}}  # fmt: skip
+    drawn = {
+        "guidance": guidance,
+        "model": row.get("model"),
+        "checkpoint": row["checkpoint"],
+        "average": row["ema"],
+        "later stages": row.get("later"),
+        **{name.replace("_", " "): value for name, value in axes.items()},
+    }
     prefix = f"{sweep.point_name(row)}_guidance_{guidance}_"
     return {
         "label": sweep.label(row),

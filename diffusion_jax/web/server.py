@@ -35,13 +35,16 @@ from diffusion_jax.web.jobs import ENDED, PICTURES, DrawingJob, Picture, Queue
 from diffusion_jax.weights import restore
 
 _SCRIPTS_AND_STYLE = (
-    "page.css", "draw.js", "fields.js", "prompts.js", "editing.js", "history.js", "results.js",
+    "page.css",
+    "draw.js",
+    "fields.js",
+    "prompts.js",
+    "editing.js",
+    "history.js",
+    "results.js",
     "plots.js",
-)  # fmt: skip
-_FILES = {
-    "/": "page.html",
-    **{f"/{name}": name for name in _SCRIPTS_AND_STYLE},
-}
+)
+_FILES = {"/": "page.html", **{f"/{name}": name for name in _SCRIPTS_AND_STYLE}}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
 _MAX_BODY = 2**20  # The largest size of a request in bytes.
@@ -124,10 +127,7 @@ class Site:
             "square": not model.any_shape,
             "enlarger": model.enlarger and model.enlarger._asdict(),
             "needs_prompt": about.needs_prompt(model),
-            "fields": [
-                _field(name, option, model)
-                for name, option in options.changeable(model.options).items()
-            ],
+            "fields": [_field(name, option, model) for name, option in options.changeable(model.options).items()],
         }
 
     def picture(self, request: Any) -> Picture:
@@ -152,9 +152,7 @@ class Site:
         if not isinstance(values, dict):
             raise ValueError("choices must be a JSON object of names and values")
         choices = tuple(sorted(_checked(self.models[name], values)))
-        return Picture(
-            name, prompt, seed, choices, self.queue.uploads.edit(request.get("edit", {}))
-        )
+        return Picture(name, prompt, seed, choices, self.queue.uploads.edit(request.get("edit", {})))
 
     def command(self, picture: Picture) -> str:
         """Return the shell command that draws a picture again, even after further training."""
@@ -165,11 +163,7 @@ class Site:
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model][stages]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
         # The option values with which the page was started. They are the same for all stages.
-        values = {
-            name: value
-            for name, value in model.values[0].items()
-            if (name, value) != ("ema", "ema")
-        }
+        values = {name: value for name, value in model.values[0].items() if (name, value) != ("ema", "ema")}
         if steps := tuple(stage.step for stage in model.stages if stage.step):
             values["checkpoint"] = steps
         text = lambda value: ",".join(map(str, value[stages] if type(value) is tuple else [value]))
@@ -209,8 +203,9 @@ def _drawing(site: Site) -> list[Route]:
 
     async def models(request: Request) -> Response:
         waiting = await asyncio.to_thread(site.open_waiting)
-        return JSONResponse({"models": [site.describe(name) for name in site.models],
-                             "waiting": waiting, "package": site.package})  # fmt: skip
+        return JSONResponse(
+            {"models": [site.describe(name) for name in site.models], "waiting": waiting, "package": site.package}
+        )
 
     async def words(request: Request) -> Response:
         asked = await _json(request)
@@ -234,8 +229,9 @@ def _drawing(site: Site) -> list[Route]:
         pictures = [site.picture(one) for one in requests]
         job = site.queue.add(pictures)
         address = f"{site.root}/api/jobs/{job.name}"
-        answers = [{"url": f"{address}/{n}.png", "command": site.command(picture)}
-                for n, picture in enumerate(pictures)]  # fmt: skip
+        answers = [
+            {"url": f"{address}/{n}.png", "command": site.command(picture)} for n, picture in enumerate(pictures)
+        ]
         return JSONResponse({"job": job.name, "pictures": answers})
 
     async def events(request: Request) -> Response:
@@ -299,11 +295,7 @@ def _results(site: Site) -> list[Route]:
         path = site.shown[request.path_params["name"]]
         return _png(await asyncio.to_thread(untrusted.read_plain, path))
 
-    return [
-        Route("/api/sweeps", sweeps),
-        Route("/api/training", training),
-        Route("/api/shown/{name}.png", shown),
-    ]
+    return [Route("/api/sweeps", sweeps), Route("/api/training", training), Route("/api/shown/{name}.png", shown)]
 
 
 def _file(name: str, root: str) -> Answer:
@@ -409,12 +401,8 @@ def _checked(model: Model, values: Values) -> list[tuple[str, Any]]:
                 raise ValueError(f"the setting {name} has no value: enter one")
             if name in _MAX and one > _MAX[name]:
                 field = allowed[name].field.partition(".")[2]
-                raise ValueError(
-                    f"{field} is {one}: it must be at most {_MAX[name]:,} on this page"
-                )
+                raise ValueError(f"{field} is {one}: it must be at most {_MAX[name]:,} on this page")
             if isinstance(one, str) and len(one) > _MAX_LETTERS:
-                raise ValueError(
-                    f"{name} has {len(one):,} characters: give {_MAX_LETTERS:,} at most"
-                )
+                raise ValueError(f"{name} has {len(one):,} characters: give {_MAX_LETTERS:,} at most")
         checked.append((name, each if type(value) is list else each[0]))
     return checked

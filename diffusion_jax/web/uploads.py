@@ -57,9 +57,7 @@ class Uploads:
                 image.load()
                 image = ImageOps.exif_transpose(image)
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
-            raise ValueError(
-                "the picture cannot be read: send a PNG, JPEG or WebP file in base64"
-            ) from error
+            raise ValueError("the picture cannot be read: send a PNG, JPEG or WebP file in base64") from error
         if max(image.size) > MAX_SIDE:
             raise ValueError(
                 f"the picture has {image.width}x{image.height} pixels: choose one with at most "
@@ -76,9 +74,7 @@ class Uploads:
         """Return the bytes of an uploaded file. Raises ValueError if it is no longer in memory."""
         with self._lock:
             if name not in self._files:
-                raise ValueError(
-                    "the server has dropped the uploaded picture: choose the file again"
-                )
+                raise ValueError("the server has dropped the uploaded picture: choose the file again")
             self._files.move_to_end(name)
             return self._files[name]
 

@@ -25,20 +25,22 @@ def command(kind: Kind) -> None:
     page shows the command `python -m PACKAGE.sample ...` that draws the picture again.
     """
     workdir = flags.DEFINE_multi_string(
-        "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat "
-        "the flag for further models.", required=True,
-    )  # fmt: skip
-    port = flags.DEFINE_integer(
-        "port", 8765, "The port to listen on.", lower_bound=0, upper_bound=65535
+        "workdir",
+        None,
+        "The workdir of a run; commas separate the stages of a cascade. Repeat the flag for further models.",
+        required=True,
     )
+    port = flags.DEFINE_integer("port", 8765, "The port to listen on.", lower_bound=0, upper_bound=65535)
     host = flags.DEFINE_string(
-        "host", "127.0.0.1", "The address to listen on. An address that other machines can reach "
-        "needs a token, which is printed.",
-    )  # fmt: skip
+        "host",
+        "127.0.0.1",
+        "The address to listen on. An address that other machines can reach needs a token, which is printed.",
+    )
     root_path = flags.DEFINE_string(
-        "root_path", "", "The path of the page behind a proxy, such as /draw; by default, the page "
-        "is at the top of its host.",
-    )  # fmt: skip
+        "root_path",
+        "",
+        "The path of the page behind a proxy, such as /draw; by default, the page is at the top of its host.",
+    )
     holders = option_flags.define(kind.options)
 
     def main() -> None:
@@ -51,9 +53,7 @@ def command(kind: Kind) -> None:
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(kind.options, holders)
-            of = lambda name: kind.open(
-                workdirs[name], options.by_stage(values, len(workdirs[name]))
-            )
+            of = lambda name: kind.open(workdirs[name], options.by_stage(values, len(workdirs[name])))
             models = {name: of(name) for name, s in workdirs.items() if not about.untrained(s)}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
         site = server.Site(kind.package, models, workdirs, of, root)

@@ -33,11 +33,11 @@ def _prepare() -> None:
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    replaced = {gcs_utils: ("_GCS_PATH_PREFIX", "get_kvstore_for_gcs"),
-                tensorstore_utils: ("_use_gcs_driver", "_normalize_path")}  # fmt: skip
-    missing = [
-        name for module in replaced for name in replaced[module] if not hasattr(module, name)
-    ]
+    replaced = {
+        gcs_utils: ("_GCS_PATH_PREFIX", "get_kvstore_for_gcs"),
+        tensorstore_utils: ("_use_gcs_driver", "_normalize_path"),
+    }
+    missing = [name for module in replaced for name in replaced[module] if not hasattr(module, name)]
     if missing:
         raise ValueError(
             f"orbax-checkpoint {ocp.__version__} cannot write to buckets (it lacks "

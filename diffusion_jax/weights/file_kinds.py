@@ -68,9 +68,7 @@ def _kind_of_zip(path: pathlib.Path) -> str:
         return TORCH
     if names and all(name.endswith(".npy") for name in names):
         return NPZ
-    raise ValueError(
-        f"cannot read {path}: it is a zip archive of {', '.join(names[:3]) or 'nothing'}: unpack it"
-    )
+    raise ValueError(f"cannot read {path}: it is a zip archive of {', '.join(names[:3]) or 'nothing'}: unpack it")
 
 
 def _is_msgpack(head: bytes) -> bool:

@@ -40,12 +40,7 @@ class FineTuningStart(NamedTuple):
 
 
 def start(
-    task: Task,
-    s: Lora,
-    weights: str,
-    read: ReadParams,
-    fields: Sequence[str] = (),
-    adapt: Adapt | None = None,
+    task: Task, s: Lora, weights: str, read: ReadParams, fields: Sequence[str] = (), adapt: Adapt | None = None
 ) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
@@ -61,9 +56,7 @@ def start(
     to adapt, or if `s` does not fit their layers.
     """
     if weights and not any(files.path(p).exists() for p in (weights, at_step(weights)[0])):
-        raise FileNotFoundError(
-            f"unet.weights is {weights!r}: there is no such run, folder or file"
-        )
+        raise FileNotFoundError(f"unet.weights is {weights!r}: there is no such run, folder or file")
 
     def named() -> Params:
         try:
@@ -75,9 +68,7 @@ def start(
     if not adapt:
         if weights and (others := _other_ranges(weights, fields)):
             logging.warning("%s, so the network sees other numbers than before", others)
-        return FineTuningStart(
-            task, (lambda: _with_fields(task, weights, named())) if weights else None
-        )
+        return FineTuningStart(task, (lambda: _with_fields(task, weights, named())) if weights else None)
     if not weights:
         raise ValueError(
             f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
@@ -98,9 +89,7 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     names = lambda tree: {name for name in tree["params"] if name.startswith(picture_fields.PREFIX)}
     stored, own = names(params), names(jax.eval_shape(task.init, jax.random.key(0)))
     if stored - own or (all_needed and own - stored):
-        shown = lambda found: (
-            ", ".join(sorted(n.removeprefix(picture_fields.PREFIX) for n in found)) or "none"
-        )
+        shown = lambda found: ", ".join(sorted(n.removeprefix(picture_fields.PREFIX) for n in found)) or "none"
         raise ValueError(
             f"unet.weights={weights} has the fields {shown(stored)}, but data.fields names "
             f"{shown(own)}: name the fields of these weights"
@@ -211,10 +200,7 @@ def describe(workdir: files.Path, scale: float | None) -> dict[str, Any]:
     return {**scaled, "base": base}
 
 
-def adapted(
-    task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Mesh,
-    adapt: Adapt | None = None,
-) -> Task:  # fmt: skip
+def adapted(task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Mesh, adapt: Adapt | None = None) -> Task:
     """Return a task whose `sample` takes the parameters that the run in `workdir` trained.
 
     For a LoRA run, this task adds the LoRA factors to the base weights. For other runs, it is
@@ -230,12 +216,7 @@ def adapted(
 
 
 def network(
-    workdir: files.Path,
-    s: Any,
-    abstract: Params,
-    read: ReadParams,
-    which: str = "ema",
-    step: int | None = None,
+    workdir: files.Path, s: Any, abstract: Params, read: ReadParams, which: str = "ema", step: int | None = None
 ) -> Params:
     """Return the parameters {"params": ...} of a run's network as host arrays.
 
@@ -260,9 +241,7 @@ def network(
     return jax.device_get({"params": params["params"]})
 
 
-def factors(
-    workdir: files.Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
-) -> Params:
+def factors(workdir: files.Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None) -> Params:
     """Return the parameters that a run saved, as `network` does, but without merging.
 
     For a LoRA run, these are the factors. A learned loss weighting, if any, is included.

@@ -27,11 +27,13 @@ _OBJECTS = 200_000  # The most objects of a file. A model has one for each array
 _SIZES = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, 0)),
     **{0xC4 + i: (2**i, 0) for i in range(3)},  # Bytes, with a length of 1, 2 or 4 bytes.
-    0xCA: (0, 4), 0xCB: (0, 8),
+    0xCA: (0, 4),
+    0xCB: (0, 8),
     **{first + i: (0, 2**i) for first in (0xCC, 0xD0) for i in range(4)},  # Whole numbers.
     **{0xD9 + i: (2**i, 0) for i in range(3)},  # Texts.
-    **dict.fromkeys((0xDC, 0xDE), (0, 2)), **dict.fromkeys((0xDD, 0xDF), (0, 4)),
-}  # fmt: skip
+    **dict.fromkeys((0xDC, 0xDE), (0, 2)),
+    **dict.fromkeys((0xDD, 0xDF), (0, 4)),
+}
 """Maps the first byte of an object to the bytes of its length, and its other bytes.
 
 The content of arrays and maps follows as objects, and so does that of an extension (an array of

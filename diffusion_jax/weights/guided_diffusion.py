@@ -37,9 +37,7 @@ def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]
     return names
 
 
-def layer_name(
-    path: str, places: Mapping[str, str], ends: NameRules, inside: NameRules, halve: str = "op"
-) -> str:
+def layer_name(path: str, places: Mapping[str, str], ends: NameRules, inside: NameRules, halve: str = "op") -> str:
     """Return the torch name of a UNet layer.
 
     Args:

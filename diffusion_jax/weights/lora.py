@@ -117,15 +117,11 @@ def layers(params: Params, s: Lora) -> dict[str, ArrayShape]:
         if path.endswith(f"/{_KERNEL}")
     }
     if not kernels:
-        raise ValueError(
-            "this network has no layers that LoRA can adapt: train all weights with lora.rank=0"
-        )
+        raise ValueError("this network has no layers that LoRA can adapt: train all weights with lora.rank=0")
     try:
         chosen = {path: shape for path, shape in kernels.items() if re.search(s.targets, path)}
     except re.error as error:
-        raise ValueError(
-            f"lora.targets is {s.targets!r}, which is not a regular expression: {error}"
-        ) from None
+        raise ValueError(f"lora.targets is {s.targets!r}, which is not a regular expression: {error}") from None
     if not chosen:
         near = difflib.get_close_matches(s.targets, kernels, n=3, cutoff=0) or list(kernels)[:3]
         raise ValueError(

@@ -14,9 +14,7 @@ _UNFINISHED = "unfinished"  # This file exists until everything is written.
 
 
 @contextlib.contextmanager
-def writing(
-    workdir: files.Path, config: Mapping[str, Any], flag: str = "--out"
-) -> Iterator[pathlib.Path]:
+def writing(workdir: files.Path, config: Mapping[str, Any], flag: str = "--out") -> Iterator[pathlib.Path]:
     """Write the config of a new run, and yield the folder for its checkpoint.
 
     This context manager holds the lock of the workdir. If the process is killed in this context,

@@ -62,11 +62,7 @@ def exponent(width: float) -> float:
 
 
 def combination(
-    steps: Sequence[int],
-    widths: Sequence[float],
-    step: int,
-    width: float,
-    begun: Sequence[int] | None = None,
+    steps: Sequence[int], widths: Sequence[float], step: int, width: float, begun: Sequence[int] | None = None
 ) -> tuple[Float[np.ndarray, "N"], float]:
     """Return coefficients that combine stored averages into a target average, and the error.
 

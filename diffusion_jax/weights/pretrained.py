@@ -44,7 +44,7 @@ _HUB_KINDS = {
         for ending in ("", "-*")
     )
     for kind in _KINDS
-}  # fmt: skip
+}
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
@@ -156,10 +156,7 @@ def open_weights(folder: str | os.PathLike[str], variant: str = "") -> dict[str,
     variants = sorted({variant for variant, *_ in layouts})
     if variants and variants[0]:
         if len(variants) > 1:
-            raise ValueError(
-                f"{folder} holds only the variants {', '.join(variants)}: remove the files of all "
-                "but one"
-            )
+            raise ValueError(f"{folder} holds only the variants {', '.join(variants)}: remove the files of all but one")
         logging.info("%s: reading the variant %s", folder, variants[0])
     if layouts:
         *_, path = layouts[0]
@@ -214,13 +211,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, int, bool, str, pathlib.Pa
     """
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
-        (
-            m["variant"] or m["of_shards"] or "",
-            _KINDS.index(m["kind"]),
-            not m["index"],
-            path.name,
-            path,
-        )
+        (m["variant"] or m["of_shards"] or "", _KINDS.index(m["kind"]), not m["index"], path.name, path)
         for path, m in matches
         if m
     )
@@ -248,8 +239,7 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     if missing or not weight_map:
         names = ", ".join(missing[:3]) or "a weight_map"
         raise FileNotFoundError(
-            f"{index.parent} lacks {names} ({index.name} lists {len(shards)} shards): download the "
-            "missing files"
+            f"{index.parent} lacks {names} ({index.name} lists {len(shards)} shards): download the missing files"
         )
     arrays = {}
     for name in shards:

@@ -47,10 +47,7 @@ class Damaged(ValueError):
 
 
 def load_params(
-    directory: str | os.PathLike[str],
-    abstract_params: Params,
-    average: str = "ema",
-    step: int | None = None,
+    directory: str | os.PathLike[str], abstract_params: Params, average: str = "ema", step: int | None = None
 ) -> Params:
     """Load parameters from a checkpoint, without the optimizer.
 
@@ -159,9 +156,7 @@ def check_exists(root: epath.Path, step: int | None = None) -> None:
     """Raise FileNotFoundError if there is no checkpoint, or none at `step` if `step` is set."""
     available = steps(root)
     if not available:
-        raise FileNotFoundError(
-            f"no complete checkpoint in {root}: train with this workdir, or choose another workdir"
-        )
+        raise FileNotFoundError(f"no complete checkpoint in {root}: train with this workdir, or choose another workdir")
     if step is not None and step not in available:
         raise FileNotFoundError(f"no checkpoint of step {step} in {root}: choose from {available}")
 
@@ -234,13 +229,10 @@ def items_of(root: epath.Path, average: str) -> list[str]:
         return [EMA + source for source in sources]
     if (root / packed.FILE).exists():
         raise ValueError(
-            f"no average {average!r} in {root}: it was packed with one set of weights only, so "
-            "remove --ema"
+            f"no average {average!r} in {root}: it was packed with one set of weights only, so remove --ema"
         )
     any_width = [f"a width up to {power_averages.WIDEST}"] if powers(root) else []
-    raise ValueError(
-        f"no average {average!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
-    )
+    raise ValueError(f"no average {average!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}")
 
 
 def traces(root: epath.Path, step: int) -> list[StoredAverage]:
@@ -287,8 +279,12 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
     log = logging.warning if error > _FAR else logging.info
     log(
         "computed %s of step %d from %d averages in %s: its profile has an error of %.2g %%",
-        name, step, len(sources), root.parent / SNAPSHOTS, 100 * error,
-    )  # fmt: skip
+        name,
+        step,
+        len(sources),
+        root.parent / SNAPSHOTS,
+        100 * error,
+    )
     total = add = None
     for (_, folder, source), coefficient in zip(sources, coefficients.tolist(), strict=True):
         if abs(coefficient) < _NOTHING:

@@ -151,12 +151,20 @@ _FUNCTIONS: Mapping[tuple[str, str], Callable] = {
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
 }
 _STORAGES = {
-    "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
-    "BFloat16Storage": jnp.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
-    "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8,
-    "BoolStorage": np.bool_, "UntypedStorage": np.uint8,
-    "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2,
-}  # fmt: skip
+    "DoubleStorage": np.float64,
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "BFloat16Storage": jnp.bfloat16,
+    "LongStorage": np.int64,
+    "IntStorage": np.int32,
+    "ShortStorage": np.int16,
+    "CharStorage": np.int8,
+    "ByteStorage": np.uint8,
+    "BoolStorage": np.bool_,
+    "UntypedStorage": np.uint8,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
 
 
 class _Unpickler(untrusted.Unpickler):
@@ -233,9 +241,7 @@ def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
     except Exception:
         magic = None
     if magic != _OLD_MAGIC:
-        raise ValueError(
-            "the file is not a torch checkpoint, neither in zip format nor in the older format"
-        )
+        raise ValueError("the file is not a torch checkpoint, neither in zip format nor in the older format")
     _, machine = _Unpickler(file).load(), _Unpickler(file).load()
     if not machine.get("little_endian"):
         raise ValueError("the file was written on a big-endian machine, which is not supported")
@@ -253,10 +259,7 @@ def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        name: _array(tensor, member(tensor.storage.name))
-        for name, tensor in _state_dict(content).items()
-    }
+    return {name: _array(tensor, member(tensor.storage.name)) for name, tensor in _state_dict(content).items()}
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:

@@ -70,11 +70,7 @@ def rename(path: str, rules: NameRules) -> str:
     return next((match.expand(name) for match, name in matches if match), path)
 
 
-def table(
-    params: Any,
-    name_of: Callable[[str], str],
-    layouts: Sequence[tuple[str, Layout]] = (),
-) -> list[Entry]:
+def table(params: Any, name_of: Callable[[str], str], layouts: Sequence[tuple[str, Layout]] = ()) -> list[Entry]:
     """Return a conversion table with an entry for each array of params.
 
     Args:
@@ -106,14 +102,11 @@ def check_finite(state: StateDict) -> None:
     bad = [name for name, array in state.items() if not np.isfinite(array).all()]
     if bad:
         raise ValueError(
-            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values, such as {bad[0]}: use "
-            "an undamaged file"
+            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values, such as {bad[0]}: use an undamaged file"
         )
 
 
-def to_stored(
-    state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
-) -> Any:
+def to_stored(state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike) -> Any:
     """Convert a state dict to params with leaves of type `Stored`: the arrays stay in their file.
 
     The structure is that of `abstract_params`. `dtype` is the type to which parts of an array are
@@ -175,9 +168,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     return {}
 
 
-def write(
-    path: str | os.PathLike[str], state: StateDict, metadata: Mapping[str, str] | None = None
-) -> None:
+def write(path: str | os.PathLike[str], state: StateDict, metadata: Mapping[str, str] | None = None) -> None:
     """Write arrays to a .safetensors or .npz file atomically.
 
     Args:
@@ -216,9 +207,7 @@ def some(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more if names else "none"
 
 
-def _entry(
-    path: str, leaf: Any, name_of: Callable[[str], str], layouts: Sequence[tuple[str, Layout]]
-) -> Entry:
+def _entry(path: str, leaf: Any, name_of: Callable[[str], str], layouts: Sequence[tuple[str, Layout]]) -> Entry:
     layer, _, part = path.removeprefix("params/").rpartition("/")
     if part in ("scale", "bias"):
         return Entry(f"{name_of(layer)}.{'weight' if part == 'scale' else part}", path, VECTOR)
@@ -235,10 +224,7 @@ def _layout(path: str, default: Layout, layouts: Sequence[tuple[str, Layout]]) -
 
 
 def _arranged(
-    state: StateDict,
-    table: Sequence[Entry],
-    abstract_params: Any,
-    convert: Callable[[np.ndarray], Any],
+    state: StateDict, table: Sequence[Entry], abstract_params: Any, convert: Callable[[np.ndarray], Any]
 ) -> Any:
     """Return params with the arrays of `state`, each transposed and then passed to `convert`.
 
@@ -271,8 +257,12 @@ def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
     Two entries with the same torch name are an error, too.
     """
     paths = set(paths)
-    twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
-             for n, count in e.items() if count > 1]  # fmt: skip
+    twice = [
+        n
+        for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
+        for n, count in e.items()
+        if count > 1
+    ]
     entries = {e.path for e in table}
     if twice or entries != paths:
         raise ValueError(
@@ -282,18 +272,13 @@ def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
         )
 
 
-def _check_shapes(
-    state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_shapes(state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if an array of `state` differs in shape from the array of params.
 
     `shapes` holds the shapes of the params, keyed by path. The shapes are compared in torch's
     layout, because the conversion to our layout may drop axes.
     """
-    expected = {
-        e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
-        for e in table
-    }
+    expected = {e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape for e in table}
     wrong = [
         f"{name} {state[name].shape} where the model has {shape}"
         for name, shape in expected.items()

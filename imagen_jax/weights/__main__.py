@@ -33,9 +33,7 @@ _TO = flags.DEFINE_string("to", None, "Output: a workdir, or a file.")
 _EMA = flags.DEFINE_string(
     "ema", "ema", 'EMA decay such as 0.9999, "ema" for the largest, or "raw" for the raw weights.'
 )
-_BASE = flags.DEFINE_string(
-    "unet_weights", None, "New path of a LoRA run's base weights, if they have moved."
-)
+_BASE = flags.DEFINE_string("unet_weights", None, "New path of a LoRA run's base weights, if they have moved.")
 _STEP = flags.DEFINE_integer("checkpoint", None, "Saved step to export; default: the last.")
 
 

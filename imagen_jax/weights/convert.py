@@ -25,9 +25,7 @@ from imagen_jax.weights import initial, nemo
 FORMATS = (".safetensors", ".npz")
 
 
-def to_workdir(
-    source: str | os.PathLike[str], config: ConfigDict, workdir: str | os.PathLike[str]
-) -> None:
+def to_workdir(source: str | os.PathLike[str], config: ConfigDict, workdir: str | os.PathLike[str]) -> None:
     """Convert a NeMo checkpoint to a workdir that holds its weights as the checkpoint of step 0.
 
     The workdir can be used to sample, to evaluate, and to continue training. `source` is a .ckpt,
@@ -45,9 +43,7 @@ def to_workdir(
             f"lora.rank is {s.lora.rank}, but only full weights can be converted: set it to 0, and "
             f"train the LoRA in another workdir with unet.weights={workdir}"
         )
-    read = lambda path: s.diffusion.objective.with_learned(
-        initial.read_nemo(path, s.unet, s.text.width)
-    )
+    read = lambda path: s.diffusion.objective.with_learned(initial.read_nemo(path, s.unet, s.text.width))
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -83,9 +79,7 @@ def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
     return TrainState(zeros((), jnp.int32), params, ema, opt_state, zeros((), jnp.int32))
 
 
-def check_written(
-    workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]
-) -> None:
+def check_written(workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]) -> None:
     """Raise ValueError unless the checkpoint in a workdir holds exactly the given weights.
 
     The keys of `weights` are "raw" and the names of the averages, such as "0.9999". For random
@@ -98,11 +92,7 @@ def check_written(
     unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
     inputs = example_inputs(unet, s.text.width)
     keys = iter(jax.random.split(jax.random.key(0), len(inputs)))
-    inputs |= {
-        name: jax.random.normal(next(keys), x.shape)
-        for name, x in inputs.items()
-        if x.dtype == jnp.float32
-    }
+    inputs |= {name: jax.random.normal(next(keys), x.shape) for name, x in inputs.items() if x.dtype == jnp.float32}
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         compute = jax.jit(lambda params: unet.apply(params, **inputs))
         for name, expected in weights.items():
@@ -125,8 +115,10 @@ def check_written(
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
     logging.info(
         "%s: wrote %s parameters (%s) and verified them bit by bit and in a forward pass",
-        workdir, f"{count:,}", ", ".join(weights),
-    )  # fmt: skip
+        workdir,
+        f"{count:,}",
+        ", ".join(weights),
+    )
 
 
 def from_workdir(
@@ -184,9 +176,7 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     nemo_kind = config.get("preconditioning_type", "EDM")
     if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.predicts == "edm"):
         pairs.append(("diffusion.predicts", nemo_kind.lower(), s.diffusion.predicts))
-    differences = [
-        f"{name}: {b!r} in the config, {a!r} in the file" for name, a, b in pairs if a != b
-    ]
+    differences = [f"{name}: {b!r} in the config, {a!r} in the file" for name, a, b in pairs if a != b]
     if differences:
         raise ValueError(
             f"the model was trained with another config ({'; '.join(differences)}): give a config "

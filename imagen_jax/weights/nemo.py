@@ -51,10 +51,7 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
     unknown or have other shapes; the message lists their names.
     """
     # Remove the prefixes of NeMo's wrappers and of torch.compile.
-    arrays = {
-        name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
-        for name, array in state.items()
-    }
+    arrays = {name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array) for name, array in state.items()}
     if len(arrays) < len(state):
         raise ValueError(
             f"the file has {len(state)} arrays, but without prefixes such as 'model.model.unet.' "
@@ -91,8 +88,7 @@ def require_nemo(unet: NemoNetwork) -> UNet | EfficientUNet:
     """Return `unet` if NeMo has networks of its kind. Raises ValueError otherwise."""
     if isinstance(unet, MagnitudeUNet | Transformer):
         raise ValueError(
-            f"NeMo has no {type(unet).__name__}: only models whose unet.kind is 'unet' or "
-            "'efficient' can be converted"
+            f"NeMo has no {type(unet).__name__}: only models whose unet.kind is 'unet' or 'efficient' can be converted"
         )
     return unet
 
@@ -114,29 +110,20 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
     ValueError for a network that this project does not implement or that NeMo itself cannot build.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(
-            f"NeMo's config is a {type(config).__name__}: it must be a mapping with the key `unet`"
-        )
+        raise ValueError(f"NeMo's config is a {type(config).__name__}: it must be a mapping with the key `unet`")
     fields, kind = config.get("unet"), config.get("unet_type", "base")
     if not isinstance(fields, Mapping):
         keys = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(
-            f"NeMo's config has no group `unet` with the network's fields: its keys are {keys}"
-        )
+        raise ValueError(f"NeMo's config has no group `unet` with the network's fields: its keys are {keys}")
     if kind not in ("base", "sr-unet", "sr"):
-        raise ValueError(
-            f"unet_type in NeMo's config is {kind!r}: it must be 'base', 'sr-unet' or 'sr'"
-        )
+        raise ValueError(f"unet_type in NeMo's config is {kind!r}: it must be 'base', 'sr-unet' or 'sr'")
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
         raise ValueError(
-            f"the group `unet` of NeMo's config lacks {' and '.join(missing)}: add the missing "
-            "fields to the file"
+            f"the group `unet` of NeMo's config lacks {' and '.join(missing)}: add the missing fields to the file"
         )
     if fields.get("channels", 3) != 3:
-        raise ValueError(
-            f"unet.channels in NeMo's config is {fields['channels']}, but only 3 is supported"
-        )
+        raise ValueError(f"unet.channels in NeMo's config is {fields['channels']}, but only 3 is supported")
     noise_aug = bool(config.get("noise_cond_aug") or fields.get("noise_cond_aug", False))
     try:
         if kind == "sr":
@@ -146,9 +133,7 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
             unet = _unet(fields, fields.get("low_res_cond", kind == "sr-unet"), noise_aug)
             unet_module.check_layers(unet)
     except TypeError as error:
-        raise ValueError(
-            f"a value in the group `unet` of NeMo's config has the wrong type: {error}"
-        ) from error
+        raise ValueError(f"a value in the group `unet` of NeMo's config has the wrong type: {error}") from error
     return unet
 
 
@@ -173,9 +158,7 @@ def _unet(fields: Mapping[str, Any], low_res: bool, noise_aug: bool) -> UNet:
 def _efficient_unet(fields: Mapping[str, Any], noise_aug: bool) -> EfficientUNet:
     get = lambda name, default: fields.get(name, default)
     if get("stride", 2) != 2:
-        raise ValueError(
-            f"unet.stride in NeMo's config is {fields['stride']}, but only 2 is supported"
-        )
+        raise ValueError(f"unet.stride in NeMo's config is {fields['stride']}, but only 2 is supported")
     mult = _ints(get("channel_mult", (1, 1, 2, 4, 8)))
     blocks = _ints(get("num_resblocks", (1, 2, 4, 8, 8)))
     attention = get("atnn_enabled_at", (0, 0, 0, 0, 1))
@@ -304,7 +287,5 @@ def _ints(values: Sequence[Any]) -> tuple[int, ...]:
     """
     ints = tuple(int(value) for value in values)
     if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
-        raise ValueError(
-            f"the group `unet` of NeMo's config has {list(values)} where integers are expected"
-        )
+        raise ValueError(f"the group `unet` of NeMo's config has {list(values)} where integers are expected")
     return ints

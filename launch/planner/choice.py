@@ -39,11 +39,7 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 
 
 def best(
-    model: PlannedTask,
-    traced: Traced,
-    target: Target,
-    mfu: float,
-    shapes: list[tuple[int, int]] | None = None,
+    model: PlannedTask, traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> MeshChoice | None:
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
@@ -94,9 +90,7 @@ def advise(
             "nothing fits on these devices, not even one sample each with rematerialization: "
             "choose more devices, or devices with more memory"
         )
-    current_seconds = sum(
-        current["seconds"][part] for part in ("arithmetic", "update", "communication")
-    )
+    current_seconds = sum(current["seconds"][part] for part in ("arithmetic", "update", "communication"))
     text = f"{_flags(choice, remat)}: {_cost(choice, target)}"
     text += f"; this config takes {_ms(current_seconds)}" * current["fits"]
     text += "; without rematerialization not even one sample fits" * remat

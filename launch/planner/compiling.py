@@ -29,9 +29,14 @@ T = TypeVar("T")
 
 _LIBTPU = {"v7x": "tpu7x"}  # TPUs for which libtpu uses another name than this project.
 COMPILERS = (
-    "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12",
-    "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13",
-)  # fmt: skip
+    "libtpu",
+    "jax-cuda12-plugin",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cudnn-cu12",
+    "jax-cuda13-plugin",
+    "nvidia-cuda-nvcc",
+    "nvidia-cudnn-cu13",
+)
 """Packages whose versions can change a compiled program."""
 
 
@@ -111,8 +116,7 @@ def analyse(model: PlannedTask, target: Target, mesh: AbstractMesh) -> tuple[Com
         notes.append("kernels: " + ", ".join(f"{n} {name}" for name, n in kernels.items()))
         if not gpu.has_cudnn():
             notes.append(
-                f"nvidia-cudnn-cu{gpu.version()} is not installed, so attention_impl=auto uses "
-                "XLA's attention"
+                f"nvidia-cudnn-cu{gpu.version()} is not installed, so attention_impl=auto uses XLA's attention"
             )
     return Compiled(program.temporary, exchanges, program), notes
 
@@ -147,9 +151,7 @@ def lower_step(model: PlannedTask, mesh: Mesh) -> jax.stages.Lowered:
     )
 
 
-def compile_for(
-    lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None
-) -> CompiledProgram:
+def compile_for(lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None) -> CompiledProgram:
     """Compile a lowered program, or read the compiled program from the cache.
 
     The values in `place` identify the target device in the cache's key. If compilation fails, a

@@ -71,9 +71,7 @@ def _clip(text: Text) -> TextEncoder:
     dtype = jnp.dtype(text.dtype)
     width, mlp, heads, layers = _CLIP[text.width]
     layers -= text.encoder == "clip_penultimate"
-    tower = clip.TextTower(
-        49408, text.max_tokens, width, mlp, heads, layers, None, "gelu", None, dtype=dtype
-    )
+    tower = clip.TextTower(49408, text.max_tokens, width, mlp, heads, layers, None, "gelu", None, dtype=dtype)
 
     def encode(frozen: Any, batch: TextArrays):
         ids = jnp.asarray(batch["text_ids"])

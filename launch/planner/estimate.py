@@ -81,12 +81,7 @@ def collectives(model: PlannedTask, plan: memory.Plan, mesh: AbstractMesh) -> li
 
 
 def step_time(
-    model: PlannedTask,
-    traced: Traced,
-    mesh: AbstractMesh,
-    target: Target,
-    mfu: float,
-    exchanges: list[Collective],
+    model: PlannedTask, traced: Traced, mesh: AbstractMesh, target: Target, mfu: float, exchanges: list[Collective]
 ) -> Step:
     """Predict the seconds of a train step.
 
@@ -102,13 +97,7 @@ def step_time(
 
 
 def plan(
-    model: PlannedTask,
-    traced: Traced,
-    target: Target,
-    *,
-    mfu: float,
-    pictures: int,
-    compiled: Compiled | None = None,
+    model: PlannedTask, traced: Traced, target: Target, *, mfu: float, pictures: int, compiled: Compiled | None = None
 ) -> dict[str, Any]:
     """Return the plan of a training run as a dict that can be written as JSON.
 

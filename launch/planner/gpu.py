@@ -45,17 +45,16 @@ class Device(NamedTuple):
 
 
 DEVICES: Mapping[str, Device] = {
-    "a100": Device("NVIDIA A100-SXM4-40GB", 108, 64, 1.41, 42_400_000_000, 1_555_200_000_000,
-                   41_943_040, 167_936, 8),
-    "a100-80gb": Device("NVIDIA A100-SXM4-80GB", 108, 64, 1.41, 85_100_068_864, 2_039_040_000_000,
-                        41_943_040, 167_936, 8),
-    "h100": Device("NVIDIA H100 80GB HBM3", 132, 128, 1.98, 84_942_979_072, 3_352_320_000_000,
-                   52_428_800, 233_472, 9),
-    "h200": Device("NVIDIA H200 141GB HBM3e", 132, 128, 1.98, 151_397_597_184, 4_800_000_000_000,
-                   52_428_800, 233_472, 9),
-    "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
-                   132_644_864, 233_472, 10),
-}  # fmt: skip
+    "a100": Device("NVIDIA A100-SXM4-40GB", 108, 64, 1.41, 42_400_000_000, 1_555_200_000_000, 41_943_040, 167_936, 8),
+    "a100-80gb": Device(
+        "NVIDIA A100-SXM4-80GB", 108, 64, 1.41, 85_100_068_864, 2_039_040_000_000, 41_943_040, 167_936, 8
+    ),
+    "h100": Device("NVIDIA H100 80GB HBM3", 132, 128, 1.98, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472, 9),
+    "h200": Device(
+        "NVIDIA H200 141GB HBM3e", 132, 128, 1.98, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 9
+    ),
+    "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472, 10),
+}
 # Compiler options for a second attempt, which leave matrix products to cuBLAS instead of Triton.
 # Without a GPU for autotuning, XLA cannot compile some float32 matrix products with Triton
 # ("Couldn't find output tile sizes"), for example in the bicubic filter of super-resolution.

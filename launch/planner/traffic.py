@@ -13,8 +13,7 @@ from launch.accelerators import Target
 
 Groups: TypeAlias = Int[np.ndarray, "G D"]
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8,
-          "u64": 8}  # fmt: skip
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
 
 # A transfer to other TPU slices. The target "{1,2}x{0:3}" means that devices at the same position
 # in slices 1 and 2 communicate. The target {{100000,100001,200000,200001}} means that devices 0 and

@@ -29,29 +29,23 @@ from sd_jax.mlperf import mllog, run
 _CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing.", required=True)
 _MODE = flags.DEFINE_enum(
-    "mode", run.INLINE, run.MODES,
+    "mode",
+    run.INLINE,
+    run.MODES,
     "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
     "evaluate: score these checkpoints until one meets the targets. The clock of the result counts "
     "only training time.",
-)  # fmt: skip
-_SEED = flags.DEFINE_integer(
-    "seed", None, "Overrides the config's seed. Default: a random seed for each new run."
 )
-_EVAL_BATCH = flags.DEFINE_integer(
-    "eval_batch", 8, "Images per device and batch in an evaluation.", lower_bound=1
-)
-_DIVISION = flags.DEFINE_enum(
-    "division", "closed", ["closed", "open"], "The division of the submission."
-)
+_SEED = flags.DEFINE_integer("seed", None, "Overrides the config's seed. Default: a random seed for each new run.")
+_EVAL_BATCH = flags.DEFINE_integer("eval_batch", 8, "Images per device and batch in an evaluation.", lower_bound=1)
+_DIVISION = flags.DEFINE_enum("division", "closed", ["closed", "open"], "The division of the submission.")
 _ORG = flags.DEFINE_string("org", "none", "The name of the submitter.")
 _PLATFORM = flags.DEFINE_string("platform", "none", "The name of the computer system.")
 _STATUS = flags.DEFINE_enum(
     "status", "onprem", ["onprem", "cloud", "research"], "The availability of the computer system."
 )
 _CLEARED = flags.DEFINE_bool(
-    "cache_cleared",
-    False,
-    "Log that you cleared the system's caches before this run, as MLPerf's rules require.",
+    "cache_cleared", False, "Log that you cleared the system's caches before this run, as MLPerf's rules require."
 )
 
 
@@ -67,12 +61,8 @@ def main() -> None:
                 "and files in buckets cannot grow: name a local folder, and copy it to the bucket "
                 "afterwards"
             )
-    submission = run.Submission(
-        _DIVISION.value, _ORG.value, _PLATFORM.value, _STATUS.value, _CLEARED.value
-    )
-    status = run.go(
-        _CONFIG.value, workdir, _MODE.value, _SEED.value, _EVAL_BATCH.value, submission, init_start
-    )
+    submission = run.Submission(_DIVISION.value, _ORG.value, _PLATFORM.value, _STATUS.value, _CLEARED.value)
+    status = run.go(_CONFIG.value, workdir, _MODE.value, _SEED.value, _EVAL_BATCH.value, submission, init_start)
     logging.info("%s: %s", workdir / mllog.RESULT, status)
 
 

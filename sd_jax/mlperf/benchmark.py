@@ -22,13 +22,7 @@ from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.evaluate import drawn_features
-from diffusion_jax.metrics import (
-    clip_score,
-    clip_towers,
-    extractors,
-    fid,
-    stats_files,
-)
+from diffusion_jax.metrics import clip_score, clip_towers, extractors, fid, stats_files
 from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
@@ -94,15 +88,18 @@ def open_judge(evaluation: Evaluation) -> EvaluationInputs:
     stats = stats_files.read(evaluation.reference)
     stats_files.check(evaluation.reference, stats, inception)
     real = fid.reference(stats.gaussian)
-    return EvaluationInputs(
-        captions[: evaluation.num_prompts], real, inception, clip_towers.load(evaluation.clip)
-    )
+    return EvaluationInputs(captions[: evaluation.num_prompts], real, inception, clip_towers.load(evaluation.clip))
 
 
 def make_evaluate(
-    s: Settings, task: Task, encoder: TextEncoder, judge: EvaluationInputs, mesh: Mesh,
-    workdir: pathlib.Path, batch_size: int,
-) -> Evaluate:  # fmt: skip
+    s: Settings,
+    task: Task,
+    encoder: TextEncoder,
+    judge: EvaluationInputs,
+    mesh: Mesh,
+    workdir: pathlib.Path,
+    batch_size: int,
+) -> Evaluate:
     """Return functions that draw images from all captions and compute FID and CLIP score.
 
     Every process gets the same scores. Both are NaN if any image has a value that is not finite.
@@ -159,9 +156,7 @@ def make_evaluate(
         (folder / name).mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
             compute = computing(params, step, watchdog.beat)
-            features = drawn_features.collect(
-                len(judge.captions), batch_size, compute, name, folder / name
-            )
+            features = drawn_features.collect(len(judge.captions), batch_size, compute, name, folder / name)
         return _scores(judge, features, step)
 
     def warm_up(params: Params) -> None:
@@ -204,14 +199,11 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
-def _scores(
-    judge: EvaluationInputs, features: drawn_features.FeaturesByKind, step: int
-) -> TargetScores:
+def _scores(judge: EvaluationInputs, features: drawn_features.FeaturesByKind, step: int) -> TargetScores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
         logging.error(
-            "%d of %d images of step %d contain values that are not finite: this step gets no "
-            "scores",
+            "%d of %d images of step %d contain values that are not finite: this step gets no scores",
             broken,
             total,
             step,

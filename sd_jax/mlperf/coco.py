@@ -44,9 +44,7 @@ def read_annotations(path: pathlib.Path) -> list[Caption]:
         content = untrusted.parse_json(path.read_bytes())
         rows = [Caption(*(a[name] for name in _COLUMNS)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not have the format of COCO's captions_val2014.json: {error!r}"
-        ) from error
+        raise ValueError(f"{path} does not have the format of COCO's captions_val2014.json: {error!r}") from error
     return [row._replace(caption=row.caption.replace("\n", "").strip()) for row in rows]
 
 
@@ -90,9 +88,7 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
             the row.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"the table of captions {path} does not exist: write it with sd_jax.prepare captions"
-        )
+        raise FileNotFoundError(f"the table of captions {path} does not exist: write it with sd_jax.prepare captions")
     return [_caption(place, row) for place, row in rows.read(path)]
 
 
@@ -132,9 +128,7 @@ def squash(contents: bytes, size: int = SIZE) -> bytes:
     return buffer.getvalue()
 
 
-def squash_all(
-    captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8
-) -> int:
+def squash_all(captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8) -> int:
     """Resize the images of captions to squares; return the number of images written.
 
     Args:
@@ -167,8 +161,7 @@ def _reader(images: pathlib.Path) -> Callable[[str], bytes]:
         return lambda name: (images / name).read_bytes()
     if not zipfile.is_zipfile(images):
         raise FileNotFoundError(
-            f"--images={images} is neither a folder nor a zip file: name val2014.zip, or the "
-            "folder that it unpacks to"
+            f"--images={images} is neither a folder nor a zip file: name val2014.zip, or the folder that it unpacks to"
         )
     archive = zipfile.ZipFile(images)
     places = {name.rpartition("/")[2]: name for name in archive.namelist()}

@@ -22,8 +22,7 @@ def check_alike(runs: Sequence[Result]) -> int:
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise ValueError(
-            f"{first} has batch size {a}, but {second} has batch size {b}: name only runs with the "
-            "same batch size"
+            f"{first} has batch size {a}, but {second} has batch size {b}: name only runs with the same batch size"
         )
     return runs[0].batch_size
 
@@ -83,15 +82,10 @@ def _runs(runs: Sequence[Result]) -> list[str]:
 
 
 def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
-    lines = [
-        f"{len(runs)} runs; mean samples to target without the fastest and the slowest run: "
-        f"{verdict.mean:,.0f}"
-    ]
+    lines = [f"{len(runs)} runs; mean samples to target without the fastest and the slowest run: {verdict.mean:,.0f}"]
     if reference := verdict.reference:
         mean, lowest, origin = reference
-        lines.append(
-            f"MLPerf's reference {origin}: mean {mean:,.0f}; a mean of {lowest:,.0f} or more passes"
-        )
+        lines.append(f"MLPerf's reference {origin}: mean {mean:,.0f}; a mean of {lowest:,.0f} or more passes")
     lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
     if verdict.passed and verdict.scale > 1:
         lines.append(
@@ -99,9 +93,7 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
             "faster than the mean of the reference"
         )
     if len(runs) < rules.RUNS:
-        lines.append(
-            f"a submission needs {rules.RUNS} runs: with fewer runs, the verdict is preliminary"
-        )
+        lines.append(f"a submission needs {rules.RUNS} runs: with fewer runs, the verdict is preliminary")
     return lines
 
 
@@ -111,9 +103,7 @@ def _curves(runs: Sequence[Result]) -> list[str]:
     It has one row for each evaluation of the reference runs near which a run was also evaluated.
     """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
-    lines = [
-        f"mean of these runs, and mean (lowest to highest) of the reference at batch size {size}:"
-    ]
+    lines = [f"mean of these runs, and mean (lowest to highest) of the reference at batch size {size}:"]
     lines.append("    images       FID             reference     CLIP                    reference")
     for column, images in enumerate(curve.images.tolist()):
         fid, clip = (_near(runs, metric, images) for metric in _LABELS)

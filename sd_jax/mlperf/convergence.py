@@ -109,8 +109,7 @@ def read(path: str | os.PathLike[str]) -> Result:
     sizes = [event.value for event in events if event.key == "global_batch_size"]
     if not sizes:
         raise ValueError(
-            f"{path} has no event global_batch_size, so it is not the log of a benchmark run: name "
-            "another file"
+            f"{path} has no event global_batch_size, so it is not the log of a benchmark run: name another file"
         )
     name = str(path.parent if path.name == mllog.RESULT else path)
     status, evaluations = mllog.status(events), mllog.evaluations(events)
@@ -133,10 +132,7 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
         return Verdict(False, f"{lost} of {len(samples)} runs did not converge", mean)
     reference = reference_at(batch_size)
     if reference is None:
-        reason = (
-            f"MLPerf has no reference runs for a batch size as large as {batch_size}: submit "
-            "reference runs first"
-        )
+        reason = f"MLPerf has no reference runs for a batch size as large as {batch_size}: submit reference runs first"
         return Verdict(False, reason, mean)
     passed = mean >= reference.lowest
     reason = "no faster than the reference" if passed else "faster than the reference allows"

@@ -31,22 +31,21 @@ SETS: Mapping[str, Mapping[str, str]] = {
     STATS: {},
     VAE: {"512-base-ema.ckpt": "d635794c1fedfdfa261e065370bea59c651fc9bfa65dc6d67ad29e11869a1824"},
     INCEPTION: {"pt_inception-2015-12-05-6726825d.pth": "bd836944fd6db519dfd8d924aa457f5b3c8357ff"},
-    CLIP: {
-        "open_clip_pytorch_model.bin": (
-            "9a78ef8e8c73fd0df621682e7a8e8eb36c6916cb3c16b291a082ecd52ab79cc4"
-        )
-    },
+    CLIP: {"open_clip_pytorch_model.bin": ("9a78ef8e8c73fd0df621682e7a8e8eb36c6916cb3c16b291a082ecd52ab79cc4")},
 }
 """The sets of files, keyed by name. Each set maps the names of files that it must contain to their
 official hashes. A run does not need IMAGES, the images that MOMENTS were computed from."""
 VERIFIED = ".verified.json"
 """Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (
-    ("data.path", MOMENTS, "*.tar"), ("vae.weights", VAE, "*.ckpt"),
-    ("text.weights", CLIP, "*.bin"), ("evaluation.prompts", PROMPTS, "*.tsv"),
-    ("evaluation.reference", STATS, "*.npz"), ("evaluation.inception", INCEPTION, "*.pth"),
+    ("data.path", MOMENTS, "*.tar"),
+    ("vae.weights", VAE, "*.ckpt"),
+    ("text.weights", CLIP, "*.bin"),
+    ("evaluation.prompts", PROMPTS, "*.tsv"),
+    ("evaluation.reference", STATS, "*.npz"),
+    ("evaluation.inception", INCEPTION, "*.pth"),
     ("evaluation.clip", CLIP, "*.bin"),
-)  # fmt: skip
+)
 _FOLDERS = (MOMENTS, CLIP)
 CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 # If these files exist, the download of the tokenizer is complete, because they come last.
@@ -86,25 +85,17 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
         hashes[str(path)] = digest
     names = {path.rpartition("/")[2] for path in hashes}
     if missing := [file for file in SETS[name] if file not in names]:
-        raise ValueError(
-            f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}: choose another --source"
-        )
+        raise ValueError(f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}: choose another --source")
     if "://" not in uri:
         raise ValueError(
-            f"{stem}.uri must hold the URL of a folder, but holds {uri.strip()[:80]!r}: choose "
-            "another --source"
+            f"{stem}.uri must hold the URL of a folder, but holds {uri.strip()[:80]!r}: choose another --source"
         )
     official_hashes = SETS[name]
-    hashes = {
-        path: official_hashes.get(path.rpartition("/")[2], digest)
-        for path, digest in hashes.items()
-    }
+    hashes = {path: official_hashes.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
     return uri.strip().rstrip("/"), hashes
 
 
-def download(
-    name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
-) -> int:
+def download(name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False) -> int:
     """Download a set's missing files, and verify files that have not been verified yet.
 
     Return the number of files in the set. If a download fails, the files that are already complete
@@ -140,8 +131,7 @@ def download(
             fetch.check(path, hashes[key])
         except ValueError as error:
             raise ValueError(
-                f"{path} has the wrong hash, so it is damaged or another file: remove it, and run "
-                "the command again"
+                f"{path} has the wrong hash, so it is damaged or another file: remove it, and run the command again"
             ) from error
         verified(path)
     for parent, paths in _by_folder(missing(folder, hashes)):
@@ -151,9 +141,7 @@ def download(
     return len(hashes)
 
 
-def missing(
-    folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False
-) -> list[pathlib.Path]:
+def missing(folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False) -> list[pathlib.Path]:
     """Return the paths of a set's missing files, or of its existing files if `present` is True.
 
     Args:
@@ -179,9 +167,7 @@ def fetch_tokenizer(out: pathlib.Path) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             bucket = files.store_path(folder)
             place = temporary if bucket else folder
-            huggingface_hub.snapshot_download(
-                CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=place
-            )
+            huggingface_hub.snapshot_download(CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=place)
             if bucket:
                 for name in _TOKENIZER:
                     (bucket / name).send(pathlib.Path(place, name))

@@ -36,9 +36,7 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
         return _write(file, temporary), file.metadata.num_rows
 
 
-def filter_table(
-    source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int
-) -> dict[str, int]:
+def filter_table(source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int) -> dict[str, int]:
     """Filter one table of a folder with `filter_licensed`, and write the result to another folder.
 
     Args:
@@ -60,9 +58,7 @@ def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
         opened = path.open("rb") if files.store_path(path) else path
         return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{path} is not a parquet file, or is damaged: download it again ({error})"
-        ) from error
+        raise ValueError(f"{path} is not a parquet file, or is damaged: download it again ({error})") from error
 
 
 def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:

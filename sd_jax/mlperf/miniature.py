@@ -61,33 +61,47 @@ def _write_clip(out: pathlib.Path) -> None:
             for norm in ("ln_1", "ln_2"):
                 arrays |= _norm(block + norm)
             for name, rows, columns in (
-                ("attn.in_proj_", 3 * _WIDTH, _WIDTH), ("attn.out_proj.", _WIDTH, _WIDTH),
-                ("mlp.c_fc.", 4 * _WIDTH, _WIDTH), ("mlp.c_proj.", _WIDTH, 4 * _WIDTH),
-            ):  # fmt: skip
+                ("attn.in_proj_", 3 * _WIDTH, _WIDTH),
+                ("attn.out_proj.", _WIDTH, _WIDTH),
+                ("mlp.c_fc.", 4 * _WIDTH, _WIDTH),
+                ("mlp.c_proj.", _WIDTH, 4 * _WIDTH),
+            ):
                 arrays[f"{block}{name}weight"] = normal(rows, columns)
                 arrays[f"{block}{name}bias"] = np.zeros(rows)
         return arrays
 
     state = {
-        **tower(""), **tower("visual."), **_norm("visual.ln_pre"),
+        **tower(""),
+        **tower("visual."),
+        **_norm("visual.ln_pre"),
         # Both towers end with the same large bias, so all cosines are close to 1, above the target.
-        **_norm("ln_final", bias=1.0), **_norm("visual.ln_post", bias=1.0),
-        "text_projection": np.eye(_WIDTH), "visual.proj": np.eye(_WIDTH),
+        **_norm("ln_final", bias=1.0),
+        **_norm("visual.ln_post", bias=1.0),
+        "text_projection": np.eye(_WIDTH),
+        "visual.proj": np.eye(_WIDTH),
         "token_embedding.weight": normal(len(vocabulary), _WIDTH),
         "positional_embedding": normal(_MAX_TOKENS, _WIDTH),
         "visual.class_embedding": normal(_WIDTH),
         "visual.positional_embedding": normal(1 + (_IMAGE_SIZE // _PATCH) ** 2, _WIDTH),
         "visual.conv1.weight": normal(_WIDTH, 3, _PATCH, _PATCH),
         "logit_scale": np.array(1.0),
-    }  # fmt: skip
-    vision = {"image_size": _IMAGE_SIZE, "layers": _LAYERS, "width": _WIDTH,
-              "head_width": _WIDTH // _HEADS, "patch_size": _PATCH}  # fmt: skip
-    text = {"context_length": _MAX_TOKENS, "vocab_size": len(vocabulary), "width": _WIDTH,
-            "heads": _HEADS, "layers": _LAYERS}  # fmt: skip
+    }
+    vision = {
+        "image_size": _IMAGE_SIZE,
+        "layers": _LAYERS,
+        "width": _WIDTH,
+        "head_width": _WIDTH // _HEADS,
+        "patch_size": _PATCH,
+    }
+    text = {
+        "context_length": _MAX_TOKENS,
+        "vocab_size": len(vocabulary),
+        "width": _WIDTH,
+        "heads": _HEADS,
+        "layers": _LAYERS,
+    }
     config = {"model_cfg": {"embed_dim": _WIDTH, "vision_cfg": vision, "text_cfg": text}}
-    torch_weights.write(
-        out / "model.safetensors", {name: array.astype(np.float32) for name, array in state.items()}
-    )
+    torch_weights.write(out / "model.safetensors", {name: array.astype(np.float32) for name, array in state.items()})
     files.write_whole(out / "open_clip_config.json", json.dumps(config))
     files.write_whole(out / "vocab.json", json.dumps(vocabulary))
     files.write_whole(out / "merges.txt", "#version: 0.2\n")

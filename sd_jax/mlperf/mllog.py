@@ -131,9 +131,7 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
                 event = json.loads(line.partition(_TOKEN)[2])
                 events.append(Event(*(event[field] for field in Event._fields)))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}: line {number} is a malformed mllog event: {error}"
-                ) from error
+                raise ValueError(f"{path}: line {number} is a malformed mllog event: {error}") from error
     return events
 
 

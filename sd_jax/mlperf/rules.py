@@ -50,8 +50,7 @@ def check(s: Settings) -> None:
         )
     if s.unet_weights:
         raise ValueError(
-            f"unet.weights is {s.unet_weights!r}, but benchmark runs start with random weights: "
-            "leave it empty"
+            f"unet.weights is {s.unet_weights!r}, but benchmark runs start with random weights: leave it empty"
         )
     if not s.vae_weights:
         raise ValueError("vae.weights is empty: name the VAE, which decodes the images to evaluate")
@@ -62,11 +61,15 @@ def departures(s: Settings) -> list[str]:
     o = s.optimizer
     rules = [
         ("optimizer.name", o.name, "adamw"),
-        ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
-        ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
+        ("optimizer.b1", o.b1, 0.9),
+        ("optimizer.b2", o.b2, 0.999),
+        ("optimizer.eps", o.eps, 1e-8),
+        ("optimizer.weight_decay", o.weight_decay, 0.01),
+        ("optimizer.clip", o.clip, math.inf),
         ("optimizer.lr_factors", o.lr_factors, ""),
         ("optimizer.decay_factors", o.decay_factors, ""),
-        ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),
+        ("optimizer.ema_decays", o.ema_decays, ()),
+        ("optimizer.schedule", o.schedule, "ldm"),
         ("unet.norm_groups", s.unet.norm_groups, 16),
         ("text.drop_prob", s.text.drop_prob, 0.0),
         ("diffusion.predicts", s.diffusion.predicts, "v"),
@@ -74,11 +77,13 @@ def departures(s: Settings) -> list[str]:
         ("diffusion.weight", s.diffusion.weight, "none"),
         ("latents.image_size", s.latents.image_size, 512),
         ("latents.pixels", s.latents.pixels, "unit"),
-        ("sampler.name", s.sampler.name, "ddim"), ("sampler.steps", s.sampler.steps, 50),
-        ("sampler.eta", s.sampler.eta, 0.0), ("evaluation.guidance", s.evaluation.guidance, (8.0,)),
+        ("sampler.name", s.sampler.name, "ddim"),
+        ("sampler.steps", s.sampler.steps, 50),
+        ("sampler.eta", s.sampler.eta, 0.0),
+        ("evaluation.guidance", s.evaluation.guidance, (8.0,)),
         ("evaluation.every in steps", steps_between(s), -(-EVERY // s.run.batch_size)),
         ("evaluation.num_prompts", s.evaluation.num_prompts, 30_000),
-    ]  # fmt: skip
+    ]
     return [f"{name} is {value}, not {rule}" for name, value, rule in rules if value != rule]
 
 

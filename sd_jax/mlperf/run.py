@@ -90,9 +90,14 @@ class OpenRun(NamedTuple):
 
 
 def go(
-    config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
-    submission: Submission, init_start: int,
-) -> str:  # fmt: skip
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    mode: str,
+    seed: int | None,
+    eval_batch: int,
+    submission: Submission,
+    init_start: int,
+) -> str:
     """Start or continue a benchmark run; return the status "running", "success" or "aborted".
 
     Invalid input ends the process with a one-line message and exit code 2.
@@ -127,9 +132,7 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> Conf
     return config
 
 
-def _open(
-    config: ConfigDict, workdir: pathlib.Path, mode: str, stack: contextlib.ExitStack
-) -> OpenRun:
+def _open(config: ConfigDict, workdir: pathlib.Path, mode: str, stack: contextlib.ExitStack) -> OpenRun:
     """Open a benchmark run, and lock its workdir until `stack` closes.
 
     Raises ValueError or OSError if the config, a file or the workdir is invalid.
@@ -155,10 +158,7 @@ def _open(
 
 def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
     if run.mode == EVALUATE and not run.events:
-        raise ValueError(
-            f"{run.workdir} holds no log of a training run: run sd_jax.mlperf with --mode=train "
-            "first"
-        )
+        raise ValueError(f"{run.workdir} holds no log of a training run: run sd_jax.mlperf with --mode=train first")
     judge = benchmark.open_judge(run.s.evaluation)
     if not judge.inception.official:
         logging.warning(
@@ -194,10 +194,7 @@ def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.CompiledStep:
     Returns the compiled training step. If `evaluate` is None, no evaluation is run.
     """
     s, (_, row) = run.s, example(run.s, run.encoder)
-    rows = (
-        s.run.batch_size
-        // pipeline.local_rows(sharding.batch_sharding(run.mesh), s.run.batch_size)[1]
-    )
+    rows = s.run.batch_size // pipeline.local_rows(sharding.batch_sharding(run.mesh), s.run.batch_size)[1]
     batch = {name: np.repeat(array, rows, axis=0) for name, array in row.items()}
     batch |= run.encoder.tokenize([""] * rows)
     program = loop.warm_up(run.task, s.run, s.optimizer, run.mesh, batch, run.workdir)
@@ -234,9 +231,7 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
         if run.samples(step) not in done:
             reach(step)
             if step > _trained(run.workdir):
-                logging.warning(
-                    "there is no checkpoint of step %d yet: continue with --mode=train", step
-                )
+                logging.warning("there is no checkpoint of step %d yet: continue with --mode=train", step)
                 return mllog.RUNNING
             done[run.samples(step)] = _scores(run, evaluate, step)
         if rules.meets_targets(done[run.samples(step)]):
@@ -254,13 +249,9 @@ def _train(run: OpenRun, batches: Batches, program: loop.CompiledStep, step: int
         return
     passed = first // run.interval
     run.log.start("block_start", metadata=run.at(passed * run.interval))
-    run_settings = run.s.run._replace(
-        steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
-    )
+    run_settings = run.s.run._replace(steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0)
     inputs = loop.RunInputs(run.task, batches, evaluation=_blocks(run, passed, step))
-    state = loop.train(
-        inputs, run_settings, run.s.optimizer, run.mesh, run.workdir, run.config, program=program
-    )
+    state = loop.train(inputs, run_settings, run.s.optimizer, run.mesh, run.workdir, run.config, program=program)
     exit_if_stopped(state, step)
 
 

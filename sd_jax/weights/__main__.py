@@ -45,18 +45,10 @@ _NAMES = flags.DEFINE_string(
     'Parameter names in an output file: "ldm" or "nemo"; "flax" to write a directory with Flax '
     'weights; "diffusers" or "kohya" to write only the factors of a LoRA run, or a learned word.',
 )
-_LORA = flags.DEFINE_multi_string(
-    "lora", [], "A LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
-)
-_BASE = flags.DEFINE_string(
-    "unet_weights", None, "New path of a LoRA run's base weights, if they have moved."
-)
-_EMA = flags.DEFINE_string(
-    "ema", "ema", 'Weights to read: "ema" for averages if the input has them, or "raw".'
-)
-_CONFIG = flags.DEFINE_string(
-    "config", None, "LDM's yaml of the model, if --from is a checkpoint file."
-)
+_LORA = flags.DEFINE_multi_string("lora", [], "A LoRA to merge, as FILE or FILE:STRENGTH; may be repeated.")
+_BASE = flags.DEFINE_string("unet_weights", None, "New path of a LoRA run's base weights, if they have moved.")
+_EMA = flags.DEFINE_string("ema", "ema", 'Weights to read: "ema" for averages if the input has them, or "raw".')
+_CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of the model, if --from is a checkpoint file.")
 _GROUPS = flags.DEFINE_integer(
     "norm_groups", None, "Number of groups of the norms in residual blocks; 16 for MLPerf's models."
 )
@@ -64,9 +56,7 @@ _PREDICTS = flags.DEFINE_string(
     "predicts", None, 'The UNet\'s prediction, "eps" or "v", for a new diffusers directory.'
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer",
-    None,
-    "Diffusers directory to copy the tokenizer from; it must have the same version (1.x or 2.x).",
+    "tokenizer", None, "Diffusers directory to copy the tokenizer from; it must have the same version (1.x or 2.x)."
 )
 
 

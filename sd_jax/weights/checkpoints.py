@@ -32,8 +32,16 @@ _PIPELINES = {
     INPAINTING: "StableDiffusionInpaintPipeline",
     PIX2PIX: "StableDiffusionInstructPix2PixPipeline",
 }
-_PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
-             "feature_extractor", "image_encoder")  # fmt: skip
+_PIPELINE = (
+    "scheduler",
+    "tokenizer",
+    "unet",
+    "vae",
+    "text_encoder",
+    "safety_checker",
+    "feature_extractor",
+    "image_encoder",
+)
 
 
 class UNetPart(NamedTuple):
@@ -226,9 +234,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
     return all(
         (x is None) == (y is None)
         and (x is None or y is None or x._replace(params=None) == y._replace(params=None))
-        and (
-            x is None or y is None or jax.tree.all(jax.tree.map(np.array_equal, x.params, y.params))
-        )
+        and (x is None or y is None or jax.tree.all(jax.tree.map(np.array_equal, x.params, y.params)))
         for x, y in pairs
     )
 
@@ -267,9 +273,7 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     shift = configs.get("vae", {}).get("shift_factor") or 0.0
-    return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler, shift
-    )
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler, shift)
 
 
 def _from_file(
@@ -310,9 +314,7 @@ def _from_file(
     predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
     size, scale, shift = facts.latent_size, facts.scale or SCALE, facts.shift
-    return Checkpoint(
-        unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift
-    )
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts, size, scale, scheduler, shift)
 
 
 def _unet(network: UNet, state: StateDict) -> UNetPart:
@@ -328,8 +330,10 @@ def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] 
     """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     names.text_width(arrays)  # Refuses networks of other kinds.
     if names.unet_dialect(arrays) == "diffusers":
-        raise ValueError("the UNet has diffusers' names, so config.json is also needed: name the "
-                         "directory that holds config.json and the weights")  # fmt: skip
+        raise ValueError(
+            "the UNet has diffusers' names, so config.json is also needed: name the "
+            "directory that holds config.json and the weights"
+        )
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(

@@ -139,10 +139,7 @@ def _of_png(path: pathlib.Path) -> Mapping[str, Any]:
     if _IN_PNG not in texts:
         raise ValueError("the picture contains no embedding, or a program has removed it")
     content = untrusted.parse_json(base64.b64decode(texts[_IN_PNG]))
-    arrays = {
-        name: np.asarray(x["TORCHTENSOR"], np.float32)
-        for name, x in content["string_to_param"].items()
-    }
+    arrays = {name: np.asarray(x["TORCHTENSOR"], np.float32) for name, x in content["string_to_param"].items()}
     return {content.get("name") or "*": arrays["*"]} if arrays.keys() == {"*"} else arrays
 
 

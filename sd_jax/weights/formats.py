@@ -134,10 +134,7 @@ def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
         attention_levels=tuple(i for i in range(len(fields["channel_mult"])) if 2**i in factors),
         num_heads=0 if by_width else config.get("num_heads", 8),
         head_dim=config["num_head_channels"] if by_width else 64,
-        norm_groups=norm_groups
-        or config.get("resblock_gn_groups")
-        or config.get("norm_groups")
-        or 32,
+        norm_groups=norm_groups or config.get("resblock_gn_groups") or config.get("norm_groups") or 32,
     )
     unet_module.check(unet)
     return unet
@@ -168,8 +165,7 @@ def unet_from_diffusers(config: Config) -> UNet:
     valid_kinds = ("CrossAttnDownBlock2D", "DownBlock2D")
     if any(kind not in valid_kinds for kind in kinds):
         raise ValueError(
-            f"the config's down_block_types is {kinds}, but only {' and '.join(valid_kinds)} are "
-            "supported"
+            f"the config's down_block_types is {kinds}, but only {' and '.join(valid_kinds)} are supported"
         )
     mirrored = [kind.replace("Down", "Up") for kind in kinds[::-1]]
     check_only(config, {"up_block_types": mirrored})
@@ -177,9 +173,7 @@ def unet_from_diffusers(config: Config) -> UNet:
     heads = config.get("num_attention_heads") or config.get("attention_head_dim", 8)
     num_heads, head_dim = _heads(widths, heads)
     levels = tuple(level for level, kind in enumerate(kinds) if kind == valid_kinds[0])
-    unet = UNet(
-        **fields, **_widths(widths), attention_levels=levels, num_heads=num_heads, head_dim=head_dim
-    )
+    unet = UNet(**fields, **_widths(widths), attention_levels=levels, num_heads=num_heads, head_dim=head_dim)
     unet_module.check(unet)
     return unet
 
@@ -192,9 +186,7 @@ def latent_size(config: Config) -> int:
     size = config.get("sample_size") or 64
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) > 1:
-        raise ValueError(
-            f"the config's sample_size is {size}, but only square images are supported"
-        )
+        raise ValueError(f"the config's sample_size is {size}, but only square images are supported")
     return sides.pop()
 
 
@@ -256,9 +248,7 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
     }
 
 
-def unet_from_weights(
-    state: StateDict, norm_groups: int = 32, heads: tuple[int, int] | None = None
-) -> UNet:
+def unet_from_weights(state: StateDict, norm_groups: int = 32, heads: tuple[int, int] | None = None) -> UNet:
     """Infer the UNet from the shapes of arrays with LDM's or NeMo's names.
 
     Shapes do not show the numbers of norm groups and attention heads, so these are arguments.
@@ -331,9 +321,7 @@ def check_only(config: Config, options: Config) -> None:
     for name, supported in options.items():
         value = config.get(name, supported)
         if (list(value) if isinstance(value, tuple) else value) != supported:
-            raise ValueError(
-                f"the config's {name} is {value!r}, but only {supported!r} is supported"
-            )
+            raise ValueError(f"the config's {name} is {value!r}, but only {supported!r} is supported")
 
 
 def _read(config: Config, family: _Family) -> dict[str, Any]:
@@ -351,9 +339,7 @@ def _read(config: Config, family: _Family) -> dict[str, Any]:
     if not isinstance(depth, int):
         if len(set(depth)) != 1:
             name, _ = family.fields["transformer_depth"]
-            raise ValueError(
-                f"the config's {name} is {depth}, but only one number for all levels is supported"
-            )
+            raise ValueError(f"the config's {name} is {depth}, but only one number for all levels is supported")
         values["transformer_depth"] = depth[0]
     names = {ours: theirs for ours, (theirs, _) in family.fields.items()}
     return {k: _ints(names[k], v) if isinstance(v, Sequence) else v for k, v in values.items()}
@@ -412,8 +398,7 @@ def _widths(widths: Sequence[int]) -> dict[str, Any]:
     """Convert the widths of the levels to the fields `width` and `channel_mult` of a network."""
     if any(width % widths[0] for width in widths):
         raise ValueError(
-            f"the config's block_out_channels is {list(widths)}, but only multiples of the first "
-            "number are supported"
+            f"the config's block_out_channels is {list(widths)}, but only multiples of the first number are supported"
         )
     return {"width": widths[0], "channel_mult": tuple(width // widths[0] for width in widths)}
 

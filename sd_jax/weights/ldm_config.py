@@ -57,15 +57,11 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
 
     config = files.local(config)
     if not config.is_file():
-        raise FileNotFoundError(
-            f"--config={config} does not exist: name the yaml file with the model's LDM config"
-        )
+        raise FileNotFoundError(f"--config={config} does not exist: name the yaml file with the model's LDM config")
     try:
         content = yaml.safe_load(config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"--config={config} is not yaml: {' '.join(str(error).split())}"
-        ) from error
+        raise ValueError(f"--config={config} is not yaml: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or "unet_config" not in _fields(content.get("model", content)):
         raise ValueError(
             f"--config={config} is not an LDM config, because it has no model.params.unet_config: "
@@ -85,8 +81,7 @@ def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
     predicts = model.get("parameterization")
     if predicts not in (None, *_PREDICTS):
         raise ValueError(
-            f"the config's parameterization is {predicts!r}, but only {' and '.join(_PREDICTS)} "
-            "are supported"
+            f"the config's parameterization is {predicts!r}, but only {' and '.join(_PREDICTS)} are supported"
         )
     unet = _fields(model.get("unet_config"))
     text = _fields(model.get("cond_stage_config"))

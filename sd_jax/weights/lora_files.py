@@ -72,10 +72,18 @@ _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 PiSSA, OLoRA, CorDA and LoftQ, change them, so their factors fit only the changed weights."""
 _KINDS, _MAGNITUDES = ("LORA", "LOHA", "LOKR"), "lora_magnitude_vector"  # peft's names.
 _UNSUPPORTED = (
-    "modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters",
-    "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config",
-    "monteclora_config", "use_bdlora",
-)  # fmt: skip
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+)
 """Options of peft that must be off, because they change more than the weights of layers."""
 
 
@@ -157,9 +165,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
         ) + torch_weights.some(strays or halves)
         kind = other_networks.kind_of(strays)
         holds = f"holds {kind} and " if kind else ""
-        raise ValueError(
-            f"{path} {holds}is not a LoRA, LoHa or LoKr: {misfits}. Choose another file"
-        )
+        raise ValueError(f"{path} {holds}is not a LoRA, LoHa or LoKr: {misfits}. Choose another file")
     try:
         torch_weights.check_finite(state)
     except ValueError as error:
@@ -170,9 +176,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     }
 
 
-def write(
-    path: str | os.PathLike[str], params: Params, s: Lora, unet: UNet, dialect: str = "diffusers"
-) -> None:
+def write(path: str | os.PathLike[str], params: Params, s: Lora, unet: UNet, dialect: str = "diffusers") -> None:
     """Write the factors of a LoRA run to a file with diffusers' or kohya's parameter names.
 
     With diffusers' names, the factor `up` is multiplied by alpha / rank, because some versions of
@@ -216,8 +220,7 @@ def _parse(text: str) -> list[tuple[pathlib.Path, float]]:
     except ValueError:
         if files.local(path).exists() and not files.local(text).exists():
             raise ValueError(
-                f"--lora={text}: the strength {strength!r} is not a number: write {path} or, for "
-                f"half of it, {path}:0.5"
+                f"--lora={text}: the strength {strength!r} is not a number: write {path} or, for half of it, {path}:0.5"
             ) from None
         path, strength = text, 1.0
     if not math.isfinite(strength):
@@ -265,16 +268,12 @@ def _place(name: str) -> tuple[str, str, str] | None:
     return None
 
 
-def _check_config(
-    path: pathlib.Path, config: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _check_config(path: pathlib.Path, config: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> None:
     kind, init = config.get("peft_type") or "LORA", config.get("init_lora_weights", True)
     if kind not in _KINDS:
         raise ValueError(f"{path} is an adapter of the type {kind}, not {', '.join(_KINDS)}")
     if config.get("use_dora") and not all(_MAGNITUDES in arrays for arrays in layers.values()):
-        raise ValueError(
-            f"{path} was trained with use_dora=True, but has layers without magnitudes"
-        )
+        raise ValueError(f"{path} was trained with use_dora=True, but has layers without magnitudes")
     if init not in _HARMLESS_INITS:
         raise ValueError(
             f"{path} was trained with init_lora_weights={init!r}, which changes the base weights: "
@@ -364,11 +363,7 @@ def _by_name(entries: Sequence[Entry]) -> dict[str, Entry]:
 
 
 def _merged(
-    params: Params,
-    table: Mapping[str, Entry],
-    layers: Mapping[str, Layer],
-    strength: float,
-    path: pathlib.Path,
+    params: Params, table: Mapping[str, Entry], layers: Mapping[str, Layer], strength: float, path: pathlib.Path
 ) -> Params:
     """Return the parameters with `strength` times its change added to each changed layer.
 

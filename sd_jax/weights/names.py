@@ -234,8 +234,7 @@ def text_width(state: StateDict) -> int:
     widths = [w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight")]
     if not widths:
         raise ValueError(
-            "the UNet does not attend to text (it has no array attn2.to_k.weight): choose one of "
-            "Stable Diffusion"
+            "the UNet does not attend to text (it has no array attn2.to_k.weight): choose one of Stable Diffusion"
         )
     return widths[0]
 

@@ -23,9 +23,7 @@ from sd_jax.weights.text import from_folder
 
 _VAE_RUN = "sd_jax.vae"
 # Fields that do not change what a network computes, or that belong to Flax.
-_EXECUTION = (
-    "parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "linear_projections",
-)  # fmt: skip
+_EXECUTION = ("parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "linear_projections")
 
 
 def open_checkpoint(
@@ -84,9 +82,8 @@ def open_checkpoint(
     zero_snr = s.diffusion.noise == schedulers.ZERO_SNR
     scheduler = checkpoints.ddim(zero_snr) if zero_snr else None
     return Checkpoint(
-        unet, vae_part, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler,
-        s.latents.shift,
-    )  # fmt: skip
+        unet, vae_part, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler, s.latents.shift
+    )
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
@@ -160,16 +157,12 @@ def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: 
         raise ValueError(f"{path} holds no {kind}: name a file or a directory that has one")
     pairs = zip(_fields(part.network), _fields(network), strict=True)
     differences = [
-        f"{field} is {in_file!r} in the file, but {'' if name == field else f'{name} is '}"
-        f"{in_config!r} in the config"
+        f"{field} is {in_file!r} in the file, but {'' if name == field else f'{name} is '}{in_config!r} in the config"
         for (field, in_file), (name, in_config) in pairs
         if (field, in_file) != (name, in_config)
     ]
     if differences:
-        raise ValueError(
-            f"the {kind} in {path} does not fit the config ({'; '.join(differences)}): change the "
-            "config"
-        )
+        raise ValueError(f"the {kind} in {path} does not fit the config ({'; '.join(differences)}): change the config")
     return part
 
 

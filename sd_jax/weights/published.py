@@ -59,11 +59,7 @@ NO_FACTS = File()
 
 
 def load_stage(
-    path: pathlib.Path,
-    fields: Mapping[str, Any] = {},
-    ema: str = "ema",
-    file: File = NO_FACTS,
-    embedding: str = "",
+    path: pathlib.Path, fields: Mapping[str, Any] = {}, ema: str = "ema", file: File = NO_FACTS, embedding: str = ""
 ) -> Stage:
     """Open the model in a diffusers directory or a file. The settings of the stage are a Pipeline.
 
@@ -108,9 +104,13 @@ def load_stage(
         logging.info("%s: %s", path, line)
     logging.info(
         "%s: predicts %s, computes in %s, attention %s, sampler %s%s",
-        path, s.diffusion.predicts, jnp.dtype(s.unet.dtype).name, s.unet.attention_impl,
-        s.sampler.name, f" on the grid {s.sampler.grid}" if s.sampler.grid else "",
-    )  # fmt: skip
+        path,
+        s.diffusion.predicts,
+        jnp.dtype(s.unet.dtype).name,
+        s.unet.attention_impl,
+        s.sampler.name,
+        f" on the grid {s.sampler.grid}" if s.sampler.grid else "",
+    )
 
     # The weights on the devices.
     mesh = sharding.make_mesh()
@@ -124,17 +124,12 @@ def load_stage(
 
     programs = make_programs(inputs_of, frozen, mesh)
     return Stage(
-        str(path), s, encoder, params, ema, 0, frozen, inputs_of, programs, settings_with,
-        programs(s, None, 1.0),
-    )  # fmt: skip
+        str(path), s, encoder, params, ema, 0, frozen, inputs_of, programs, settings_with, programs(s, None, 1.0)
+    )
 
 
 def _whole(
-    path: pathlib.Path,
-    opened: Checkpoint,
-    vae_weights: str | None,
-    text_weights: str | None,
-    lora: Sequence[str],
+    path: pathlib.Path, opened: Checkpoint, vae_weights: str | None, text_weights: str | None, lora: Sequence[str]
 ) -> tuple[UNetPart, VAEPart, TextPart]:
     """Return the UNet, VAE and text encoder with the LoRA files `lora` merged into them.
 
@@ -184,19 +179,13 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
     )
 
 
-def _sampler(
-    path: pathlib.Path, scheduler: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> Sampler:
+def _sampler(path: pathlib.Path, scheduler: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> Sampler:
     """Return the sampler settings of a diffusers scheduler, changed by the config fields `fields`.
 
     DEFAULTS takes the place of the scheduler's settings if there is no scheduler, if it is not
     supported, or if `fields` names another sampler.
     """
-    chosen = {
-        field.removeprefix("sampler."): value
-        for field, value in fields.items()
-        if field.startswith("sampler.")
-    }
+    chosen = {field.removeprefix("sampler."): value for field, value in fields.items() if field.startswith("sampler.")}
     sampler = DEFAULTS._replace(steps=chosen.get("steps", DEFAULTS.steps))
     if scheduler:
         try:
@@ -208,9 +197,7 @@ def _sampler(
     return sampler._replace(**chosen)
 
 
-def _tokenizer(
-    path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int
-) -> TextTokenizer:
+def _tokenizer(path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int) -> TextTokenizer:
     """Return the tokenizer in the folder `tokenizer`.
 
     Raises ValueError if there is no tokenizer, if it has more tokens than the text encoder, or if
@@ -223,8 +210,7 @@ def _tokenizer(
         )
     if not tokenizer.is_dir():
         raise ValueError(
-            f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
-            "and merges.txt"
+            f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json and merges.txt"
         )
     opened = tokenize.clip(tokenizer, open_clip=text.pads_with_0)
     text_encoder.check_fits("CLIP", tokenizer, text.tower, opened.vocab_size, width)

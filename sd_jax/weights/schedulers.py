@@ -16,8 +16,13 @@ Config = Mapping[str, Any]
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
 ZERO_SNR = "zero_terminal_snr"
 """The value of diffusion.noise for noise that leaves nothing of the image at the last level."""
-_TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
-          "num_train_timesteps": 1000, "trained_betas": None}  # fmt: skip
+_TABLE = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "trained_betas": None,
+}
 
 
 class Scheduler(NamedTuple):
@@ -48,10 +53,7 @@ _SOLVER = "thresholding solver_order solver_type lower_order_final use_flow_sigm
 _LDM = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True}
 SCHEDULERS: Mapping[str, Scheduler] = {
     "DDIMScheduler": Scheduler(
-        "ddim",
-        "clip_sample set_alpha_to_one thresholding rescale_betas_zero_snr",
-        _LDM,
-        exact_end=True,
+        "ddim", "clip_sample set_alpha_to_one thresholding rescale_betas_zero_snr", _LDM, exact_end=True
     ),
     "PNDMScheduler": Scheduler(
         "plms",
@@ -74,13 +76,9 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         exact_end=True,
     ),
     "EulerDiscreteScheduler": Scheduler(
-        "euler",
-        f"rescale_betas_zero_snr interpolation_type timestep_type {_GRIDS} final_sigmas_type",
-        exploding=True,
+        "euler", f"rescale_betas_zero_snr interpolation_type timestep_type {_GRIDS} final_sigmas_type", exploding=True
     ),
-    "EulerAncestralDiscreteScheduler": Scheduler(
-        "euler_ancestral", "rescale_betas_zero_snr", exploding=True
-    ),
+    "EulerAncestralDiscreteScheduler": Scheduler("euler_ancestral", "rescale_betas_zero_snr", exploding=True),
     "HeunDiscreteScheduler": Scheduler("heun", f"clip_sample {_GRIDS}", exploding=True),
     "LMSDiscreteScheduler": Scheduler("lms", _GRIDS, exploding=True),
     "KDPM2DiscreteScheduler": Scheduler("dpm2", _GRIDS, exploding=True),
@@ -93,8 +91,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     ),
     "DPMSolverMultistepScheduler": Scheduler(
         "dpmpp_2m",
-        f"algorithm_type rescale_betas_zero_snr final_sigmas_type euler_at_final use_lu_lambdas "
-        f"{_SOLVER} {_GRIDS}",
+        f"algorithm_type rescale_betas_zero_snr final_sigmas_type euler_at_final use_lu_lambdas {_SOLVER} {_GRIDS}",
         only={"solver_order": (2, 1), "solver_type": ("midpoint", "logrho", "bh1", "bh2")},
     ),
     "DEISMultistepScheduler": Scheduler(
@@ -112,8 +109,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     ),
     "UniPCMultistepScheduler": Scheduler(
         "unipc",
-        f"rescale_betas_zero_snr final_sigmas_type predict_x0 disable_corrector solver_p {_SOLVER} "
-        f"{_GRIDS}",
+        f"rescale_betas_zero_snr final_sigmas_type predict_x0 disable_corrector solver_p {_SOLVER} {_GRIDS}",
         only={"solver_type": ("bh2", "midpoint", "heun", "logrho"), "lower_order_final": (True,)},
     ),
 }
@@ -149,8 +145,7 @@ def read_diffusion(config: Config) -> tuple[str, str]:
     predictions = {theirs: ours for ours, theirs in PREDICTS.items()}
     if kind not in predictions:
         raise ValueError(
-            f"the scheduler's prediction_type is {kind!r}, but only {' and '.join(predictions)} "
-            "are supported"
+            f"the scheduler's prediction_type is {kind!r}, but only {' and '.join(predictions)} are supported"
         )
     noise = ZERO_SNR if _own(config).get("rescale_betas_zero_snr") else "scaled_linear"
     return predictions[kind], noise
@@ -171,8 +166,7 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     for option, values in {**_ONLY, **scheduler.only}.items():
         if option in config and config[option] not in values:
             raise ValueError(
-                f"{name}'s {option} is {config[option]!r}, but only "
-                f"{' or '.join(map(repr, values))} is supported"
+                f"{name}'s {option} is {config[option]!r}, but only {' or '.join(map(repr, values))} is supported"
             )
     spacing = scheduler.grid or config.get("timestep_spacing", "linspace")
     ldm = scheduler.defaults.get("set_alpha_to_one") is not None

@@ -75,9 +75,7 @@ def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
         return {f"transformer.{name}": array for name, array in state.items()}
     first, last = (f"{clip_weights.TEXT}.encoder.layers.{i}." for i in (0, part.tower.num_layers))
     state |= {
-        last + name.removeprefix(first): np.zeros_like(array)
-        for name, array in state.items()
-        if name.startswith(first)
+        last + name.removeprefix(first): np.zeros_like(array) for name, array in state.items() if name.startswith(first)
     }
     return {f"model.{name}": w for name, w in clip_weights.to_open_clip(state).items()}
 

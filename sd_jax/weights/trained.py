@@ -51,9 +51,7 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     frozen, guide_settings = {"text": text_params, "vae": vae_params}, None
     if guide := values.get("guide"):
         init_of = lambda settings: task.make_task(settings, encoder, None).init
-        guide_settings, frozen["guide"] = stage_module.load_guide(
-            guide, s, read_run, init_of, mesh, sharding.RULES
-        )
+        guide_settings, frozen["guide"] = stage_module.load_guide(guide, s, read_run, init_of, mesh, sharding.RULES)
 
     # The UNet, to which a LoRA run adds its factors. A learned word changes only the text.
     trained = task.make_task(s, encoder, None)._replace(frozen=frozen)
@@ -74,18 +72,14 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
             return textual_inversion.with_word(sampler_inputs)
         return lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs
 
-    return stage_module.load_stage(
-        workdir, p, encoder, trained, mesh, inputs_of, values, s.lora.scale
-    )
+    return stage_module.load_stage(workdir, p, encoder, trained, mesh, inputs_of, values, s.lora.scale)
 
 
 read_run = functools.partial(stage_module.read_run, system="sd_jax")
 """(workdir, fields) -> the Settings of a run, as in stage.read_run."""
 
 
-def write_lora(
-    workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
-) -> None:
+def write_lora(workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema") -> None:
     """Write the factors of a LoRA run to a file with diffusers' or kohya's parameter names.
 
     For a run that learned a word, write its embedding as diffusers does. `dialect` is "diffusers"
@@ -100,10 +94,7 @@ def write_lora(
         embedding_files.write(path, embedding_files.Embedding(word, vectors))
         return
     if not s.lora.rank:
-        raise ValueError(
-            f"{workdir} is not a LoRA run, so it has no factors to write: use --names=ldm or "
-            "--names=nemo"
-        )
+        raise ValueError(f"{workdir} is not a LoRA run, so it has no factors to write: use --names=ldm or --names=nemo")
     shapes = names.abstract_unet(s.unet, s.text.width)
     params = finetune.factors(workdir, s, shapes, ema)
     lora_files.write(path, params, s.lora, s.unet, dialect)

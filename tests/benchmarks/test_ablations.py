@@ -97,9 +97,7 @@ def test_the_table_marks_differences_larger_than_the_noise_over_seeds():
     assert ablations.tables(rows[-1:]) == "\n"  # A single variant cannot be compared.
 
 
-def test_a_variant_of_equal_time_trains_for_as_many_steps_as_take_the_time_of_the_base(
-    tmp_path, monkeypatch
-):
+def test_a_variant_of_equal_time_trains_for_as_many_steps_as_take_the_time_of_the_base(tmp_path, monkeypatch):
     variants = ablations.select(["optimizer/Muon, equal time"])
     assert [variant.equal_time for variant in variants] == [False, True]
     ran = []
@@ -136,9 +134,13 @@ def test_the_ablations_command_trains_draws_writes_and_resumes(tmp_path):
     lines = [json.loads(line) for line in first.out.splitlines()]
     named = [f"{line['axis']}/{line['variant']}" for line in lines]
     assert named == [
-        "weighting/none", "weighting/P2", "average/decay 0.999", "average/width 0.15",
-        "guidance/cfg 2", "guidance/autoguidance 2",
-    ]  # fmt: skip
+        "weighting/none",
+        "weighting/P2",
+        "average/decay 0.999",
+        "average/width 0.15",
+        "guidance/cfg 2",
+        "guidance/autoguidance 2",
+    ]
     assert [line["steps"] for line in lines] == [12] * 6 and lines[0]["train_steps"] == 3
     assert lines[0]["v_loss"] == lines[2]["v_loss"] != lines[1]["v_loss"]
     assert "v_loss" not in lines[5] and 0 <= lines[5]["seen_prompt_accuracy"] <= 1

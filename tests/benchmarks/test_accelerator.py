@@ -49,11 +49,18 @@ def test_the_log_does_not_grow_beyond_its_limit(tmp_path, monkeypatch):
 
 def test_the_table_shows_measured_planned_and_published_rates():
     measured = {
-        "samples_per_second": 210.04, "first_samples_per_second": 230.0, "seconds": 60.2,
-        "deterministic": True, "watts": 698.0, "batch": 64, "tflops": 210.7, "mfu": 0.2129,
-        "peak_memory_gib": 30.0, "compile_s": 61.0,
+        "samples_per_second": 210.04,
+        "first_samples_per_second": 230.0,
+        "seconds": 60.2,
+        "deterministic": True,
+        "watts": 698.0,
+        "batch": 64,
+        "tflops": 210.7,
+        "mfu": 0.2129,
+        "peak_memory_gib": 30.0,
+        "compile_s": 61.0,
         "planned": {"samples_per_second": 394.0, "memory_gib": 25.46},
-    }  # fmt: skip
+    }
     row = {"part": "base64", "about": "", "status": "done", "seconds": 80.0, "results": [measured]}
     lines = accelerator._rates([row | {"published": 202.4, "source": "NeMo, H100"}])
     assert lines[-1] == (
@@ -63,9 +70,7 @@ def test_the_table_shows_measured_planned_and_published_rates():
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
 
 
-def test_continue_leaves_out_completed_parts_and_names_those_left_out(
-    tmp_path, capsys, monkeypatch
-):
+def test_continue_leaves_out_completed_parts_and_names_those_left_out(tmp_path, capsys, monkeypatch):
     parts = [Part(name, "", ("json.tool", "--help"), 30) for name in ("first", "second", "third")]
     monkeypatch.setattr(accelerator, "PARTS", parts)
     rows = [
@@ -79,8 +84,11 @@ def test_continue_leaves_out_completed_parts_and_names_those_left_out(
     assert "left out: second, third; to run them, add --continue" in out
     assert '`{"kept": 1}`' in out and "first: " not in out
     assert [json.loads(line)["part"] for line in file.read_text().splitlines()] == [
-        "first", "second", "second", "third",
-    ]  # fmt: skip
+        "first",
+        "second",
+        "second",
+        "third",
+    ]
 
 
 @pytest.mark.gate

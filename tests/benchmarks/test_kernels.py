@@ -19,9 +19,7 @@ from diffusion_jax.nn import ops
         ((2, 16, 16, 64), "bfloat16", 2**-7),
     ],
 )
-def test_the_kernels_for_gpus_compute_group_norm_with_silu_and_its_gradients(
-    shape, dtype, tolerance
-):
+def test_the_kernels_for_gpus_compute_group_norm_with_silu_and_its_gradients(shape, dtype, tolerance):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     b, c = shape[0], shape[-1]
@@ -49,9 +47,7 @@ def test_forms_of_the_gated_mlp_have_equal_values_and_gradients(form):
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
     value = lambda f: jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(*arguments)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        value(form),
-        value(forms.one_product),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), value(form), value(forms.one_product)
     )
 
 
@@ -60,11 +56,7 @@ def test_forms_of_a_biased_product_have_equal_values_and_gradients(form):
     rng = np.random.default_rng(0)
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
     value = lambda f: jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(*arguments)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        value(form),
-        value(forms.biased),
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), value(form), value(forms.biased))
 
 
 def test_traffic_adds_operands_and_results_and_counts_copies():

@@ -26,9 +26,7 @@ def test_rates_are_medians_of_the_first_and_last_hundred_steps():
     assert step.Timing([3.0, 1.0, 4.0], 0, 0, 0, 0, 0).first == 2.0
 
 
-def test_power_and_clock_are_medians_of_the_second_half_of_nvidia_smis_readings(
-    tmp_path, monkeypatch
-):
+def test_power_and_clock_are_medians_of_the_second_half_of_nvidia_smis_readings(tmp_path, monkeypatch):
     rows = "100.0, 1980\n300.0, 1900\n698.0, 1500\n700.0, 1400\n699.0, 1300\n"
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{rows}'\nexec sleep 60\n")
@@ -50,9 +48,7 @@ def test_without_nvidia_smi_no_power_is_reported(monkeypatch):
 
 def test_a_profile_adds_the_times_of_a_gpus_kernels_by_operation(monkeypatch):
     def event(kernel, milliseconds, operation):
-        return SimpleNamespace(
-            name=kernel, duration_ns=1e6 * milliseconds, stats=[("hlo_op", operation)]
-        )
+        return SimpleNamespace(name=kernel, duration_ns=1e6 * milliseconds, stats=[("hlo_op", operation)])
 
     events = [
         event("sm90_fprop", 2.0, "cudnn-conv.1"),

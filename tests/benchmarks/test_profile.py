@@ -119,16 +119,12 @@ def last_two_numbers(script):
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
     # 2 x 8 rows and heads, 2 blocks of queries, and 3 blocks of keys.
-    assert pallas.grid_of(instruction) == pallas.KernelGrid(
-        1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
-    )
+    assert pallas.grid_of(instruction) == pallas.KernelGrid(1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v5e", "v5p", "v6e"])
-@pytest.mark.parametrize(
-    "sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")]
-)
+@pytest.mark.parametrize("sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")])
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
     command = [sys.executable, "-m", "benchmarks.profile.pallas", kind, *sizes]
@@ -140,17 +136,13 @@ def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
     assert 500 < forward < backward < 30_000
 
 
-@pytest.mark.parametrize(
-    "config", [quickstart, emoji64_transformer, pytest.param(base64_500m, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("config", [quickstart, emoji64_transformer, pytest.param(base64_500m, marks=pytest.mark.slow)])
 def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
     model = tasks.read(config.get_config().to_dict())
     parts = blocks.record(model, 2)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, 2)
-    loss = jax.make_jaxpr(model.task.loss)(
-        model.state.params, frozen, batch, memory.abstract_keys(2)
-    )
+    loss = jax.make_jaxpr(model.task.loss)(model.state.params, frozen, batch, memory.abstract_keys(2))
     assert work == pytest.approx(3 * flops.count(loss.jaxpr), rel=1e-6)
     if config is base64_500m:
         (fused,) = [b for b in parts if b.label == "FusedAttention 2x32x32x512, 2x128x512, 2x128"]
@@ -159,8 +151,17 @@ def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
 
 
 def test_a_profile_counts_each_block_as_often_as_it_is_called():
-    one = blocks.Profile("v5e", "a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
-                          [cycles.Cost(3e6, "matrix unit", "", "conv")], 0)  # fmt: skip
+    one = blocks.Profile(
+        "v5e",
+        "a",
+        {"norm": 1e6, "matrix unit": 3e6},
+        {},
+        4e11,
+        0,
+        1.0,
+        [cycles.Cost(3e6, "matrix unit", "", "conv")],
+        0,
+    )
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
     block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
@@ -180,10 +181,11 @@ def test_a_profile_counts_each_block_as_often_as_it_is_called():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_profile_is_printed_for_a_tpu_without_the_hardware():
     ended = commands.run(
-        "benchmarks.profile", "--config=configs/quickstart.py", "--config.unet.embed_dim=32",
-        "--target=v5e:1x1", "--config.batch_size=8",
-    )  # fmt: skip
-    assert ended.code == 0, ended.err
-    assert (
-        "the sum of 10 blocks and the update" in ended.out and "Nothing was measured" in ended.out
+        "benchmarks.profile",
+        "--config=configs/quickstart.py",
+        "--config.unet.embed_dim=32",
+        "--target=v5e:1x1",
+        "--config.batch_size=8",
     )
+    assert ended.code == 0, ended.err
+    assert "the sum of 10 blocks and the update" in ended.out and "Nothing was measured" in ended.out

@@ -80,9 +80,15 @@ def test_the_table_gives_speed_up_and_efficiency_relative_to_the_first_row(model
 @pytest.mark.slow
 def test_the_scaling_command_measures_1_2_4_and_8_devices(tmp_path):
     ended = commands.run(
-        "benchmarks.scaling", *TINY, "--config.batch_size=16", "--config.optimizer.micro_batch=1",
-        "--devices_per_node=1", "--steps=2", "--warmup=1", f"--workdir={tmp_path}",
-    )  # fmt: skip
+        "benchmarks.scaling",
+        *TINY,
+        "--config.batch_size=16",
+        "--config.optimizer.micro_batch=1",
+        "--devices_per_node=1",
+        "--steps=2",
+        "--warmup=1",
+        f"--workdir={tmp_path}",
+    )
     assert ended.code == 0, ended.err
     rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
     assert [int(row["devices"]) for row in rows] == [1, 2, 4, 8]
@@ -96,10 +102,17 @@ def test_the_scaling_command_measures_1_2_4_and_8_devices(tmp_path):
 @pytest.mark.parametrize("inputs", ["cached", "images"])
 def test_train_step_measures_stable_diffusion_without_weights(inputs, tmp_path):
     ended = commands.run(
-        "benchmarks.train_step", "--config=configs/sd_quickstart.py", "--config.unet.width=32",
-        "--config.unet.num_heads=1", "--batch=2", f"--inputs={inputs}", "--steps=1", "--warmup=0",
-        f"--workdir={tmp_path}", devices=1,
-    )  # fmt: skip
+        "benchmarks.train_step",
+        "--config=configs/sd_quickstart.py",
+        "--config.unet.width=32",
+        "--config.unet.num_heads=1",
+        "--batch=2",
+        f"--inputs={inputs}",
+        "--steps=1",
+        "--warmup=0",
+        f"--workdir={tmp_path}",
+        devices=1,
+    )
     assert ended.code == 0, ended.err
     line = (tmp_path / "train_step.txt").read_text()
     assert ended.out == line and f'"inputs": "{inputs}"' in line

@@ -14,9 +14,8 @@ pytest.importorskip("diffusers")
 def test_our_networks_match_torchs_and_each_has_a_ratio_of_times():
     models = ["sd", "encode", "decode", "t5", "clip"]
     ended = commands.run(
-        "benchmarks.torch", f"--models={','.join(models)}", "--work=forward", "--width=32",
-        "--rounds=1", devices=1,
-    )  # fmt: skip
+        "benchmarks.torch", f"--models={','.join(models)}", "--work=forward", "--width=32", "--rounds=1", devices=1
+    )
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     assert [line["model"] for line in lines] == models

@@ -32,9 +32,7 @@ from tests.campaign.rounds import Outcome
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the campaign, and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="No round begins after these.")
@@ -42,17 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=pathlib.Path, help="A file of outcomes, to go on from.")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        outcomes = campaign(
-            pathlib.Path(folder), args.rounds, args.seed, args.minutes, args.only, args.record
-        )
+        outcomes = campaign(pathlib.Path(folder), args.rounds, args.seed, args.minutes, args.only, args.record)
     print(table(outcomes))
     return int(not outcomes or any(outcome.different for outcome in outcomes))
 
 
 def campaign(
-    folder: pathlib.Path, count: int, seed: int, minutes: float = 1e9, only: str = "",
+    folder: pathlib.Path,
+    count: int,
+    seed: int,
+    minutes: float = 1e9,
+    only: str = "",
     record: pathlib.Path | None = None,
-) -> list[Outcome]:  # fmt: skip
+) -> list[Outcome]:
     """Run rounds and return their outcomes in order. Each command gets its faults in turn."""
     end, outcomes = time.monotonic() + 60 * minutes, read(record, seed)[:count]
     with subjects.every(folder / "inputs") as (every, trained):
@@ -68,9 +68,7 @@ def campaign(
             if name not in undisturbed:
                 undisturbed[name] = rounds.undisturbed(every[name], folder / f"undisturbed {name}")
             rng = random.Random(f"{seed} {number}")
-            outcome = rounds.run(
-                name, every[name], fault, *undisturbed[name], folder / f"{number}", rng
-            )
+            outcome = rounds.run(name, every[name], fault, *undisturbed[name], folder / f"{number}", rng)
             print(f"{number:3} {outcome}", flush=True)
             outcomes.append(outcome)
             if record:
@@ -93,8 +91,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     groups = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.name, outcome.fault].append(outcome)
-    lines = ["| command | fault | rounds | hit | the same | how it was noticed |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| command | fault | rounds | hit | the same | how it was noticed |", "|---|---|---|---|---|---|"]
     for (name, fault), some in sorted(groups.items()):
         noticed = sorted({word for outcome in some for word in outcome.noticed})
         hit, same = sum(o.hit for o in some), sum(not o.different for o in some)

@@ -17,8 +17,7 @@ OOM, NO_MEMORY = "OOM kill", "no more address space"
 TWINS, TAKEOVER = "two starts", "takeover of a frozen run"
 PROGRAMS, ERRORS = "two runs fill a cache of programs", "a tenth of requests fail"
 CLOCKS = {"clock set back": -1, "clock set forward": 1}
-PLACES = ("SIGKILL in a folder with spaces and emoji", "SIGKILL in a folder of 200 letters",
-          "SIGKILL in a link")  # fmt: skip
+PLACES = ("SIGKILL in a folder with spaces and emoji", "SIGKILL in a folder of 200 letters", "SIGKILL in a link")
 PHASES = {
     f"SIGKILL in a {what}": names
     for what, names in {
@@ -104,9 +103,7 @@ def another_host() -> None:
     from diffusion_jax.files import folder_lock
 
     folder_lock._machine = lambda: "another machine"
-    folder_lock.FolderLock.__init__ = functools.partialmethod(
-        folder_lock.FolderLock.__init__, stale=3.0
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    folder_lock.FolderLock.__init__ = functools.partialmethod(folder_lock.FolderLock.__init__, stale=3.0)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def chained(*calls: Any) -> Any:

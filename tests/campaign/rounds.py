@@ -66,24 +66,21 @@ class Outcome(NamedTuple):
         noticed = f" [{'; '.join(self.noticed)}]" if self.noticed else ""
         hit = "" if self.hit else " (came to nothing)"
         codes = " ".join(map(str, self.codes))
-        return (f"{self.name}, {self.fault}{hit}: exit codes {codes}{noticed}: {result} "
-                f"({self.seconds:.0f} s)")  # fmt: skip
+        return f"{self.name}, {self.fault}{hit}: exit codes {codes}{noticed}: {result} ({self.seconds:.0f} s)"
 
 
 class Job:
     """All processes of a subject."""
 
     def __init__(
-        self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = (),
-        before: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = (), before: Callable[[], None] | None = None
+    ) -> None:
         output = out.with_name(f"{out.name} output")
         output.mkdir(exist_ok=True)
         self.number = len(list(output.iterdir()))
         name, *arguments = (*subject.arguments(out), *more)
         if subject.processes > 1:
-            arguments += [f"--coordinator=127.0.0.1:{free_port()}",
-                          f"--num_processes={subject.processes}"]  # fmt: skip
+            arguments += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={subject.processes}"]
         self.outputs = [
             (output / f"{self.number:03}.{i}.out", output / f"{self.number:03}.{i}.err")
             for i in range(subject.processes)
@@ -98,7 +95,11 @@ class Job:
             joined = [f"--process_id={i}"] if subject.processes > 1 else []
             self.processes.append(
                 commands.start(
-                    name, *arguments, *joined, devices=1, outputs=outputs,
+                    name,
+                    *arguments,
+                    *joined,
+                    devices=1,
+                    outputs=outputs,
                     before=disturbances.chained(
                         functools.partial(disturbances.set_variables, subject.environment),
                         noting if subject.notes else None,
@@ -107,7 +108,7 @@ class Job:
                         commands.skip_rehearsal if subject.processes > 1 else None,
                     ),
                 )
-            )  # fmt: skip
+            )
 
     def end(self, seconds: float = PATIENCE) -> bool:
         """Return whether all processes ended within some time."""
@@ -184,9 +185,15 @@ def train_once(subject: Subject, out: pathlib.Path, target: pathlib.Path) -> Non
 
 
 def run(
-    name: str, subject: Subject, fault: str, expected: Result, seconds: float, size: int,
-    out: pathlib.Path, rng: random.Random,
-) -> Outcome:  # fmt: skip
+    name: str,
+    subject: Subject,
+    fault: str,
+    expected: Result,
+    seconds: float,
+    size: int,
+    out: pathlib.Path,
+    rng: random.Random,
+) -> Outcome:
     """Run one round. Its files are deleted if all results are the same."""
     started = time.monotonic()
     out = disturbances.place(out, fault)
@@ -289,11 +296,7 @@ def _accompany(subject, fault, seconds, out, rng):
         job.end()
         job.kill()
     codes = [code for job in jobs for code in job.codes()]
-    return (
-        fault == disturbances.PROGRAMS or any(codes),
-        codes,
-        "".join(job.printed() for job in jobs),
-    )
+    return (fault == disturbances.PROGRAMS or any(codes), codes, "".join(job.printed() for job in jobs))
 
 
 def _size(folder: pathlib.Path) -> int:

@@ -43,9 +43,11 @@ from tests.sd_jax import tiny
 STEPS = 12
 # Pictures are drawn, and the held-out loss is measured, in the middle and at the end.
 SCORED = (
-    f"--config.sample_every={STEPS // 2}", "--config.data.heldout=0.001",
-    f"--config.heldout.every={STEPS // 2}", "--config.heldout.records=8",
-)  # fmt: skip
+    f"--config.sample_every={STEPS // 2}",
+    "--config.data.heldout=0.001",
+    f"--config.heldout.every={STEPS // 2}",
+    "--config.heldout.records=8",
+)
 Result = Mapping[str, bytes]
 
 
@@ -90,77 +92,109 @@ def every(inputs: pathlib.Path):
     vae = tiny.write_vae(inputs / "vae.safetensors")
     nemo = nemo_weights(inputs / "nemo.safetensors")
     trained = inputs / "trained"
-    with (
-        slow_server() as (url, sums),
-        emulators.running() as stores,
-        mock.patch.dict(os.environ, stores),
-    ):
+    with slow_server() as (url, sums), emulators.running() as stores, mock.patch.dict(os.environ, stores):
         (inputs / "sums").write_text(sums)
         digit_run = ("train", *TINY, f"--config.steps={STEPS}", "--config.save_every=2")
         tar_run = (*digit_run, "--config.data.source=webdataset", f"--config.data.path={broken}")
         run = lambda arguments: lambda out: (*arguments, f"--workdir={out}/run")
-        yield {
-            "training": Subject(
-                run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True,
-            ),
-            "training on a table": Subject(
-                run((*digit_run, "--config.data.source=huggingface", f"--config.data.path={table}",
-                     "--config.data.text=caption")),
-                run_result, damages.of_table(table),
-            ),
-            "a judge": Subject(
-                lambda out: ("diffusion_jax.metrics", "train_judge", f"--out={out}/judge",
-                             f"--data=webdataset:{judged}::txt", "--seen=256"),
-                lambda out: contents(out / "judge", "*.safetensors"),
-            ),
-            "training on broken records": Subject(
-                run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
-            ),
-            "training in two processes": Subject(
-                run((*digit_run, "--config.step_timeout=60", *SCORED)), run_result, processes=2,
-                phases=tuple(disturbances.PHASES), every=5,
-            ),
-            "training into a bucket": Subject(
-                lambda out: (*digit_run, f"--workdir={in_bucket(out)}"), bucket_result,
-                bucket=stores["STORAGE_EMULATOR_HOST"], environment=stores, every=5,
-            ),
-            "a store of texts": Subject(
-                lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),
-                store_result, damages.files("store", "*[0-9a-f].safetensors", finished=True),
-                verify=("--verify",),
-            ),
-            "moments": Subject(
-                lambda out: ("sd_jax.precache", *moment_flags(images, vae), f"--out={out}/moments"),
-                lambda out: contents(out / "moments", "*.tar"),
-                damages.files("moments", "*.tar", finished=True), verify=("--verify",),
-            ),
-            "a sweep": Subject(
-                lambda out: ("evaluate", f"--workdir={out}/run", "--guidance=1,3", "--name=sweep",
-                             "--batch_size=32", "--num_heldout=1"),
-                sweep_result, damages.files("run/evaluation/sweep", "**/images_*.npz"),
-                begin=lambda out: damages.copy(trained, out / "run"),
-            ),
-            "a download": Subject(
-                lambda out: ("diffusion_jax.data.prepare", "fetch", f"--url={url}/{{a,b,c}}.bin",
-                             f"--sums={inputs}/sums", f"--out={out}/files"),
-                lambda out: contents(out / "files", "*.bin"), damages.files("files", ".*.part"),
-            ),
-            "a conversion": Subject(
-                lambda out: ("imagen_jax.weights", "convert", f"--from={nemo}", *NEMO,
-                             f"--to={out}/run"),
-                lambda out: arrays(out / "run"),
-            ),
-            "a packed model": Subject(
-                lambda out: ("diffusion_jax.pack", f"--workdir={trained}", f"--out={out}/small"),
-                lambda out: contents(out / "small", f"{runs.CHECKPOINTS}/{STEPS}/*.safetensors"),
-            ),
-        }, trained  # fmt: skip
+        yield (
+            {
+                "training": Subject(run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True),
+                "training on a table": Subject(
+                    run(
+                        (
+                            *digit_run,
+                            "--config.data.source=huggingface",
+                            f"--config.data.path={table}",
+                            "--config.data.text=caption",
+                        )
+                    ),
+                    run_result,
+                    damages.of_table(table),
+                ),
+                "a judge": Subject(
+                    lambda out: (
+                        "diffusion_jax.metrics",
+                        "train_judge",
+                        f"--out={out}/judge",
+                        f"--data=webdataset:{judged}::txt",
+                        "--seen=256",
+                    ),
+                    lambda out: contents(out / "judge", "*.safetensors"),
+                ),
+                "training on broken records": Subject(
+                    run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
+                ),
+                "training in two processes": Subject(
+                    run((*digit_run, "--config.step_timeout=60", *SCORED)),
+                    run_result,
+                    processes=2,
+                    phases=tuple(disturbances.PHASES),
+                    every=5,
+                ),
+                "training into a bucket": Subject(
+                    lambda out: (*digit_run, f"--workdir={in_bucket(out)}"),
+                    bucket_result,
+                    bucket=stores["STORAGE_EMULATOR_HOST"],
+                    environment=stores,
+                    every=5,
+                ),
+                "a store of texts": Subject(
+                    lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),
+                    store_result,
+                    damages.files("store", "*[0-9a-f].safetensors", finished=True),
+                    verify=("--verify",),
+                ),
+                "moments": Subject(
+                    lambda out: ("sd_jax.precache", *moment_flags(images, vae), f"--out={out}/moments"),
+                    lambda out: contents(out / "moments", "*.tar"),
+                    damages.files("moments", "*.tar", finished=True),
+                    verify=("--verify",),
+                ),
+                "a sweep": Subject(
+                    lambda out: (
+                        "evaluate",
+                        f"--workdir={out}/run",
+                        "--guidance=1,3",
+                        "--name=sweep",
+                        "--batch_size=32",
+                        "--num_heldout=1",
+                    ),
+                    sweep_result,
+                    damages.files("run/evaluation/sweep", "**/images_*.npz"),
+                    begin=lambda out: damages.copy(trained, out / "run"),
+                ),
+                "a download": Subject(
+                    lambda out: (
+                        "diffusion_jax.data.prepare",
+                        "fetch",
+                        f"--url={url}/{{a,b,c}}.bin",
+                        f"--sums={inputs}/sums",
+                        f"--out={out}/files",
+                    ),
+                    lambda out: contents(out / "files", "*.bin"),
+                    damages.files("files", ".*.part"),
+                ),
+                "a conversion": Subject(
+                    lambda out: ("imagen_jax.weights", "convert", f"--from={nemo}", *NEMO, f"--to={out}/run"),
+                    lambda out: arrays(out / "run"),
+                ),
+                "a packed model": Subject(
+                    lambda out: ("diffusion_jax.pack", f"--workdir={trained}", f"--out={out}/small"),
+                    lambda out: contents(out / "small", f"{runs.CHECKPOINTS}/{STEPS}/*.safetensors"),
+                ),
+            },
+            trained,
+        )
 
 
 NEMO = (
-    "--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
-    "--config.unet.cond_dim=32", "--config.text.width=32",
-)  # fmt: skip
+    "--config=configs/quickstart.py",
+    "--config.unet.embed_dim=32",
+    "--config.unet.head_dim=32",
+    "--config.unet.cond_dim=32",
+    "--config.text.width=32",
+)
 
 
 def run_result(out: pathlib.Path) -> Result:
@@ -245,8 +279,7 @@ def tars_of_digits(folder: pathlib.Path, broken: float) -> pathlib.Path:
     index, records = tars.load_index(str(folder / "plain.tar")), []
     whole = bytearray((folder / "plain.tar").read_bytes())
     rng = np.random.default_rng(0)
-    images = [span for span, suffix in zip(index.span.tolist(), index.suffix, strict=True)
-              if suffix == "png"]  # fmt: skip
+    images = [span for span, suffix in zip(index.span.tolist(), index.suffix, strict=True) if suffix == "png"]
     for i, (first, size) in enumerate(images):
         image = bytes(size) if rng.random() < broken else bytes(whole[first : first + size])
         text = digits.Digits(16).read(np.array([i]))[1][0]
@@ -283,16 +316,12 @@ def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
 def moment_flags(images: pathlib.Path, vae: pathlib.Path) -> tuple[str, ...]:
     """Return the flags of moments of a tiny VAE."""
     c = tiny.config(vae, data__source="webdataset", data__path=str(images))
-    vae_flags = [
-        f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")
-    ]
+    vae_flags = [f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")]
     unet = ("width", "channel_mult", "num_res_blocks", "attention_levels", "num_heads", "head_dim")
     vae_flags += [f"--config.unet.{name}={c.unet[name]}" for name in unet]
     vae_flags += [f"--config.latents.image_size={c.latents.image_size}"]
     vae_flags += [f"--config.data.{name}={c.data[name]}" for name in ("source", "path", "threads")]
-    vae_flags += [
-        f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")
-    ]
+    vae_flags += [f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")]
     return ("--config=configs/sd1_256_pretrain.py", *vae_flags, "--shard_images=8", "--batch=4")
 
 

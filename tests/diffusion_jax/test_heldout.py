@@ -45,9 +45,7 @@ def test_the_held_out_loss_is_the_mean_over_records_and_levels_with_fixed_noise(
     assert held is not None and held.batch["image"].shape == (12, 8, 8, 3)
     params, means = toy.init(jax.random.key(3)), []
     for level, sigma in enumerate(held.sigmas):
-        fold = lambda number, level=level: jax.random.fold_in(
-            jax.random.fold_in(jax.random.key(0), number), level
-        )
+        fold = lambda number, level=level: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), level)
         keys = jax.numpy.stack([fold(number) for number in held.numbers])
         at = jax.numpy.full(12, sigma)
         means.append(np.mean(TASK.measure.errors(params, TASK.frozen, held.batch, keys, at), 1))
@@ -61,9 +59,7 @@ def test_the_held_out_loss_is_the_mean_over_records_and_levels_with_fixed_noise(
 def test_held_out_levels_are_quantiles_of_the_training_noise():
     levels = TASK.measure.levels(3)
     # The quantiles 1/6, 1/2 and 5/6 of a lognormal. With 65,536 draws, their error is below 0.01.
-    np.testing.assert_allclose(
-        np.log(levels), -1.2 + 1.2 * np.array([-0.9674, 0, 0.9674]), atol=0.02
-    )
+    np.testing.assert_allclose(np.log(levels), -1.2 + 1.2 * np.array([-0.9674, 0, 0.9674]), atol=0.02)
 
 
 @pytest.mark.parametrize(("sizes", "batch_size"), [((1, 1, 1), 8), ((1, 8, 1), 16), ((2, 2, 1), 8)])
@@ -80,9 +76,7 @@ def test_training_logs_the_held_out_loss_of_parameters_and_averages(tmp_path):
     with batches:
         inputs = loop.RunInputs(TASK, batches, records=held)
         state = loop.train(inputs, RUN, optimizer, sharding.make_mesh(), tmp_path, {})
-    lines = [
-        row for row in run_log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row
-    ]
+    lines = [row for row in run_log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row]
     assert [row["step"] for row in lines] == [3, 4]  # Every third step, and the last.
     assert lines[0]["heldout/raw/loss"] != lines[1]["heldout/raw/loss"]
     frozen = jax.device_get(TASK.frozen)
@@ -95,9 +89,7 @@ def test_a_held_out_loss_without_held_out_records_is_an_error():
     data = Data("diffusion_jax.examples.digits", threads=0)
     pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh()
     with pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh) as batches:
-        with pytest.raises(
-            ValueError, match=r"no records are held out: .* such as data.heldout=0.01"
-        ):
+        with pytest.raises(ValueError, match=r"no records are held out: .* such as data.heldout=0.01"):
             heldout.open_records(Heldout(every=1), batches, TASK.measure)
         assert heldout.open_records(Heldout(), batches, TASK.measure) is None
 
@@ -107,12 +99,22 @@ def test_a_held_out_loss_without_held_out_records_is_an_error():
 def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
     work = f"--workdir={tmp_path / 'run'}"
     ended = commands.run(
-        "train", "--config=configs/quickstart.py", work, "--config.steps=4",
-        "--config.heldout.every=4", "--config.data.heldout=0.01", "--config.heldout.records=16",
-        "--config.heldout.levels=4", "--config.sample_every=0", "--config.batch_size=8",
-        "--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32",
-        "--config.optimizer.warmup=0", devices=1,
-    )  # fmt: skip
+        "train",
+        "--config=configs/quickstart.py",
+        work,
+        "--config.steps=4",
+        "--config.heldout.every=4",
+        "--config.data.heldout=0.01",
+        "--config.heldout.records=16",
+        "--config.heldout.levels=4",
+        "--config.sample_every=0",
+        "--config.batch_size=8",
+        "--config.unet.embed_dim=32",
+        "--config.unet.image_size=8",
+        "--config.unet.cond_dim=32",
+        "--config.optimizer.warmup=0",
+        devices=1,
+    )
     assert ended.code == 0, ended.err
     written = run_log.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     for devices in (1, 4):
@@ -125,19 +127,18 @@ def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
             assert len(names) == 2 * (1 + 4)
             then = [written[f"heldout/{line['weights']}/{name}"] for name in names]
             np.testing.assert_allclose([line[name] for name in names], then, rtol=3e-6)
-    ended = commands.run(
-        "diffusion_jax.heldout", work, "--ema=raw", "--levels=0.5,2", "--records=8", devices=1
-    )
+    ended = commands.run("diffusion_jax.heldout", work, "--ema=raw", "--levels=0.5,2", "--records=8", devices=1)
     (line,) = map(json.loads, ended.out.splitlines())
     assert {"loss/sigma_0.5", "loss/sigma_2"} < line.keys() and len(line) == 2 + 2 * 3
     some = work, "--ema=raw", "--levels=1", "--records=8"
     whole, same, other = (
         commands.run("diffusion_jax.heldout", *some, data, devices=1).out
         for data in (
-            "--share=1", "--data=diffusion_jax.examples.digits:",
+            "--share=1",
+            "--data=diffusion_jax.examples.digits:",
             f"--data=folder:{digits.write_examples(tmp_path / 'others', 8, size=8)}",
         )
-    )  # fmt: skip
+    )
     assert json.loads(whole) == json.loads(same) != json.loads(other)
     ended = commands.run("diffusion_jax.heldout", f"--workdir={tmp_path}", devices=1)
     assert (ended.code, ended.out) == (2, "") and "holds no config.json" in ended.err

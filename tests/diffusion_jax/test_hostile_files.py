@@ -109,13 +109,21 @@ def test_links_devices_and_paths_out_of_a_tar_are_never_followed(tmp_path):
     folder = tmp_path / "tars"
     folder.mkdir()
     kinds = {
-        "link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE,
-        "block": tarfile.BLKTYPE, "fifo": tarfile.FIFOTYPE, "dir": tarfile.DIRTYPE,
-    }  # fmt: skip
+        "link": tarfile.SYMTYPE,
+        "hard": tarfile.LNKTYPE,
+        "char": tarfile.CHRTYPE,
+        "block": tarfile.BLKTYPE,
+        "fifo": tarfile.FIFOTYPE,
+        "dir": tarfile.DIRTYPE,
+    }
     members = [(f"{name}.png", kind) for name, kind in kinds.items()]
     members += [(f"{name}.txt", b"no picture") for name in kinds]
-    members += [("/etc/absolute.png", png()), ("/etc/absolute.txt", b"absolute"),
-                ("../../dotted.png", png()), ("../../dotted.txt", b"dotted")]  # fmt: skip
+    members += [
+        ("/etc/absolute.png", png()),
+        ("/etc/absolute.txt", b"absolute"),
+        ("../../dotted.png", png()),
+        ("../../dotted.txt", b"dotted"),
+    ]
     write_tar(folder / "0.tar", members)
     before = {path for path in tmp_path.rglob("*")}
     pictures = open_pictures(Data("webdataset", path=str(folder)), 8)
@@ -168,9 +176,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_an_archive_that_unpacks_to_far_more_than_its_size_is_an_error(
-    bounded, tmp_path, monkeypatch, reader
-):
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_an_error(bounded, tmp_path, monkeypatch, reader):
     monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
     np.savez_compressed(tmp_path / "a.npz", encodings=np.zeros(16 * MEGABYTE, np.uint8))
     message = bounded(2, ValueError, READERS[reader], tmp_path / "a.npz")
@@ -199,10 +205,8 @@ def test_an_array_that_claims_to_be_larger_than_its_file_is_an_error(bounded, sh
         {"dtype": "F32", "shape": [4]},
         [],
     ],
-)  # fmt: skip
-def test_a_safetensors_header_that_does_not_match_its_file_is_an_error(
-    bounded, tmp_path, reader, entry
-):
+)
+def test_a_safetensors_header_that_does_not_match_its_file_is_an_error(bounded, tmp_path, reader, entry):
     header = json.dumps({"w": entry}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
@@ -249,8 +253,7 @@ def test_deeply_nested_json_is_a_one_line_error(bounded, tmp_path):
     deep = "[" * 200000
     text = records.read_text(deep.encode(), "json:caption")
     assert isinstance(text, decoding.Unusable) and "nested too deeply" in str(text)
-    for name, reader in ((runs.CONFIG, lambda path: runs.load(path.parent)),
-                         ("index.json", pretrained.read_json)):  # fmt: skip
+    for name, reader in ((runs.CONFIG, lambda path: runs.load(path.parent)), ("index.json", pretrained.read_json)):
         (tmp_path / name).write_text(deep)
         assert str(tmp_path / name) in bounded(60, ValueError, reader, tmp_path / name)
 
@@ -294,29 +297,31 @@ PICKLES = {
     "a mapped one": ("a.bin", zipped, torch_files.map_state_dict),
     "one of before 1.6": ("a.pt", lambda p, b: p.write_bytes(b), torch_files.read_state_dict),
     "NeMo's list": ("wdinfo.pkl", lambda p, b: p.write_bytes(b), read_wdinfo),
-    "NeMo's embeddings": ("a.pickle", lambda p, b: p.write_bytes(b),
-                          lambda path: embeddings.read_pickle(path.read_bytes())),
-}  # fmt: skip
+    "NeMo's embeddings": (
+        "a.pickle",
+        lambda p, b: p.write_bytes(b),
+        lambda path: embeddings.read_pickle(path.read_bytes()),
+    ),
+}
 LONG = b"\x80\x04\x8e" + struct.pack("<Q", 2**40)  # Claims 2^40 bytes.
 SHAPE = (
-    b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ" + struct.pack("<i", 2**30)
-    + b"J" + struct.pack("<i", 2**30) + b"\x86C\x01b\x87R."
-)  # fmt: skip
+    b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ"
+    + struct.pack("<i", 2**30)
+    + b"J"
+    + struct.pack("<i", 2**30)
+    + b"\x86C\x01b\x87R."
+)
 
 
 @pytest.mark.parametrize("name", PICKLES)
 @pytest.mark.parametrize("content", ["code", "length", "string", "number", "array", "depth"])
-def test_a_harmful_pickle_neither_executes_code_nor_fills_the_memory(
-    bounded, tmp_path, name, content
-):
+def test_a_harmful_pickle_neither_executes_code_nor_fills_the_memory(bounded, tmp_path, name, content):
     file, write, read = PICKLES[name]
     contents = {
         "code": pickle.dumps({"state_dict": Harm(tmp_path / "harm"), "tar_files": []}, protocol=2),
         "length": LONG,
         "string": b"\x80\x04B" + struct.pack("<I", 2**27) + b".",
-        "number": b"\x80\x02]r"
-        + struct.pack("<I", 2**23)
-        + b".",  # The number of an object in pickle's memo.
+        "number": b"\x80\x02]r" + struct.pack("<I", 2**23) + b".",  # The number of an object in pickle's memo.
         "array": SHAPE,
         "depth": b"\x80\x02" + b"]" * 100000 + b"a" * 99999 + b".",
     }
@@ -418,8 +423,10 @@ def test_valid_arrays_are_read_like_in_numpy(pack):
     arrays = {
         "plain": np.arange(6, dtype=np.float32).reshape(2, 3),
         "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
-        "empty": np.zeros((0, 5), np.float64), "scalar": np.array(3), "text": np.array("card"),
-    }  # fmt: skip
+        "empty": np.zeros((0, 5), np.float64),
+        "scalar": np.array(3),
+        "text": np.array("card"),
+    }
     file = io.BytesIO()
     pack(file, **arrays)
     read = untrusted.read_archive(file)
@@ -432,9 +439,7 @@ def test_valid_arrays_are_read_like_in_numpy(pack):
 def test_one_array_of_an_archive_can_be_read_without_the_others():
     file = io.BytesIO()
     np.savez(file, first=np.arange(3), second=np.arange(4))
-    assert {n: a.tolist() for n, a in untrusted.read_archive(file, only="second").items()} == {
-        "second": [0, 1, 2, 3]
-    }
+    assert {n: a.tolist() for n, a in untrusted.read_archive(file, only="second").items()} == {"second": [0, 1, 2, 3]}
     assert untrusted.read_archive(file, only="third") == {}
 
 
@@ -453,19 +458,13 @@ def lists(texts):
         lists,
     ],
 )
-def test_a_table_that_unpacks_to_far_more_than_its_size_is_an_error(
-    bounded, tmp_path, monkeypatch, kind, dictionary
-):
+def test_a_table_that_unpacks_to_far_more_than_its_size_is_an_error(bounded, tmp_path, monkeypatch, kind, dictionary):
     path, column = tmp_path / "a.parquet", kind(pyarrow.array(["x" * 10_000] * 2000))
-    parquet.write_table(
-        pyarrow.table({"text": column}), path, compression="zstd", use_dictionary=dictionary
-    )
+    parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", use_dictionary=dictionary)
     assert path.stat().st_size < 50_000
     monkeypatch.setattr(untrusted, "_SMALL", 2**23)
     message = bounded(20, ValueError, lambda: [*rows.read(path)])
-    assert (
-        message == f"{path} unpacks to more than 8,388,608 bytes, the limit for a file of its size"
-    )
+    assert message == f"{path} unpacks to more than 8,388,608 bytes, the limit for a file of its size"
     monkeypatch.setattr(untrusted, "_SMALL", 2**25)
     assert len([*rows.read(path)]) == 2000
 
@@ -513,14 +512,22 @@ def test_many_objects_in_a_flax_file_are_refused_before_they_are_read(bounded, t
     assert message.startswith(f"{path} holds more than 200,000 objects, so it is not a Flax model")
 
 
-def test_all_kinds_of_objects_in_a_flax_file_are_counted_as_msgpack_reads_them(
-    tmp_path, monkeypatch
-):
+def test_all_kinds_of_objects_in_a_flax_file_are_counted_as_msgpack_reads_them(tmp_path, monkeypatch):
     numbers = [0, 127, 128, 255, 256, 65536, 2**32, -1, -33, -129, -(2**15) - 1, -(2**31) - 1, 0.5]
     texts = ["a" * size for size in (0, 31, 32, 256, 65536)]
     blobs = [bytes(size) for size in (0, 256, 65536)]
-    value = [*numbers, *texts, *blobs, None, True, [0] * 16, [0] * 65536, {"a": {}},
-             {str(i): 0 for i in range(16)}, {str(i): 0 for i in range(65536)}]  # fmt: skip
+    value = [
+        *numbers,
+        *texts,
+        *blobs,
+        None,
+        True,
+        [0] * 16,
+        [0] * 65536,
+        {"a": {}},
+        {str(i): 0 for i in range(16)},
+        {str(i): 0 for i in range(65536)},
+    ]
     count = 1 + 13 + 5 + 3 + 2 + 17 + 65537 + 3 + 33 + 131073
     (path := tmp_path / "a.msgpack").write_bytes(msgpack.packb(value))
     flax_files._check_objects(path)

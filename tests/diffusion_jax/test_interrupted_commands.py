@@ -15,8 +15,7 @@ from diffusion_jax import cli, exits
 from tests.imagen_jax import commands
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.plan",
-            "benchmarks.train_step")  # fmt: skip
+COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.plan", "benchmarks.train_step")
 """One command of each package: the package makes Ctrl-C end its commands."""
 INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
 FIRST = ("absl", "jax", "numpy")
@@ -27,10 +26,14 @@ def python(folder, *arguments, ignored=False):
     """Run Python in a folder, which comes first on its path. It gets Ctrl-C by default."""
     signals = f"--{'ignore' if ignored else 'default'}-signal=INT"
     return subprocess.run(
-        ["env", signals, sys.executable, *arguments], cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+        ["env", signals, sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
         check=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -46,8 +49,7 @@ COMMAND = f"import sys; sys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'sd_j
 
 
 @pytest.mark.parametrize(
-    ("program", "changed"),
-    [(["-c", COMMAND], "1"), (["-c", SHOW], "0"), (["-m", "notebook"], "0")],
+    ("program", "changed"), [(["-c", COMMAND], "1"), (["-c", SHOW], "0"), (["-m", "notebook"], "0")]
 )
 def test_importing_a_package_changes_ctrl_c_only_in_its_own_commands(tmp_path, program, changed):
     (tmp_path / "notebook").mkdir()

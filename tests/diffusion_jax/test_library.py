@@ -64,9 +64,7 @@ def test_the_pages_examples_run_without_the_trainer_tensorflow_and_torch(tmp_pat
     values = dict(re.findall(r"(FID|KID|CLIP score) (\S+)", printed))
     assert 0 <= float(values["FID"]) < 1 and -1 <= float(values["CLIP score"]) <= 1
     assert abs(float(values["KID"])) < 1
-    assert not [
-        name for name in modules.split() if re.match("diffusion_jax.(train|draw)|orbax", name)
-    ]
+    assert not [name for name in modules.split() if re.match("diffusion_jax.(train|draw)|orbax", name)]
 
 
 def test_the_page_names_every_stable_function():
@@ -85,10 +83,12 @@ def test_clip_through_the_stable_functions_equals_transformers_saved_outputs(tmp
     embeddings, mask = text.embed(encoder, tokens)
     assert mask.all() and encoder.max_tokens == 16
     for ours, name in (
-        (embeddings, "last_hidden_state"), (outputs.last, "last_hidden_state"),
-        (outputs.layers[-2], "hidden_1"), (outputs.pooled, "pooled"),
+        (embeddings, "last_hidden_state"),
+        (outputs.last, "last_hidden_state"),
+        (outputs.layers[-2], "hidden_1"),
+        (outputs.pooled, "pooled"),
         (outputs.projected, "text_features"),
-    ):  # fmt: skip
+    ):
         expected = case[name]
         assert np.abs(ours - expected).max() < RELATIVE * np.abs(expected).max(), name
 
@@ -121,9 +121,7 @@ def test_embed_compiles_once_and_does_not_read_the_weights_again(tmp_path):
 
 def test_models_of_other_kinds_are_an_error_that_names_the_kinds(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        ValueError, match=r"model_type is 'llama' in .*: text encoders of the types t5, clip"
-    ):
+    with pytest.raises(ValueError, match=r"model_type is 'llama' in .*: text encoders of the types t5, clip"):
         text.load(tmp_path)
     encoder = text.load(write_models(tmp_path) / "google-t5/t5-small")
     assert (encoder.width, encoder.max_tokens) == (16, 512)

@@ -118,9 +118,7 @@ def test_the_edm_loss_matches_nemo(distance, augmented):
     network = lambda x, time: toy(x, time, **low_res) + SHIFT
     x0, eps = images(FUNCTIONS["in/x0"]), images(FUNCTIONS[f"edm/loss_noise_aug{augmented}/0"])
     losses = precond.loss(network, precond.edm(), x0, eps, sigma, getattr(precond, distance))
-    np.testing.assert_allclose(
-        losses.mean(), FUNCTIONS[f"edm/loss_{distance}_aug{augmented}"], rtol=1e-5
-    )
+    np.testing.assert_allclose(losses.mean(), FUNCTIONS[f"edm/loss_{distance}_aug{augmented}"], rtol=1e-5)
 
 
 SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}

@@ -142,9 +142,7 @@ def test_four_processes_continue_the_run_and_the_first_lists_them(stopped, four,
 def test_every_step_of_several_processes_matches_one_process(four, workdir, tmp_path):
     alone = train(tmp_path, 1, steps=last_step(workdir))
     assert alone.end() == [0], alone.printed()
-    expected, actual = (
-        run_log.read_metrics(path / run_log.METRICS) for path in (tmp_path, workdir)
-    )
+    expected, actual = (run_log.read_metrics(path / run_log.METRICS) for path in (tmp_path, workdir))
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
         # Batch sums are in another order, and Adam divides by the gradient's size.
@@ -179,9 +177,7 @@ def refused(tmp_path, *members, code=exits.REFUSED):
 def test_different_num_processes_are_an_error_in_both_processes(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     for error in refused(tmp_path, (0, 2, address), (1, 3, address)):
-        assert (
-            "error: num_processes is 2 in process 0, 3 in process 1: start all processes" in error
-        )
+        assert "error: num_processes is 2 in process 0, 3 in process 1: start all processes" in error
 
 
 @pytest.mark.slow
@@ -190,9 +186,7 @@ def test_a_port_used_by_another_program_is_an_error_with_exit_code_busy(tmp_path
         address = f"127.0.0.1:{held.getsockname()[1]}"
         (error,) = refused(tmp_path, (0, 2, address), code=exits.BUSY)
     assert f"error: process 0 cannot listen at {address} on {socket.gethostname()} (" in error
-    assert (
-        "another program or an earlier run holds the port; wait until it ends, or choose" in error
-    )
+    assert "another program or an earlier run holds the port; wait until it ends, or choose" in error
 
 
 @pytest.mark.slow

@@ -119,9 +119,7 @@ def test_push_without_rights_is_one_line_that_names_the_way_out(hub, workdir, mo
         pack.push(workdir, NAME)
     message = str(raised.value)
     assert "rights to create a model" in message and "\n" not in message
-    assert message.endswith(
-        f"write to someone, then upload the model with hf upload {NAME} {workdir}"
-    )
+    assert message.endswith(f"write to someone, then upload the model with hf upload {NAME} {workdir}")
     assert hub["files"] == {}
 
 

@@ -14,9 +14,7 @@ from tests import written_sweeps
 def test_a_page_about_several_runs_has_their_names_in_its_file_name():
     own = pathlib.Path("runs/a/report.html")
     assert report._default_out(["runs/a"]) == own
-    assert report._default_out(["runs/a", "runs/b.c", "d"]) == own.with_name(
-        "report_with_b.c_d.html"
-    )
+    assert report._default_out(["runs/a", "runs/b.c", "d"]) == own.with_name("report_with_b.c_d.html")
 
 
 TABLE, SCORES = "evaluation/bad/sweep.csv", "evaluation/step_00000002/scores/bad.json"
@@ -35,11 +33,7 @@ DAMAGED = [
     (SCORES, b'{"card":{"extractor":[]},"scores":{}}', "with a card (TypeError('the extractor is"),
     (SCORES, b'{"scores":{"fid":3.5}}', "holds no scores with a card (KeyError('card'))"),
     (SCORES, b"\xff", "holds no scores with a card (UnicodeDecodeError("),
-    (
-        SCORES,
-        b"[" * 100_000,
-        "holds no scores with a card (ValueError('the JSON is nested too deep",
-    ),
+    (SCORES, b"[" * 100_000, "holds no scores with a card (ValueError('the JSON is nested too deep"),
     (SCORES, b"[]", "holds no scores with a card (TypeError("),
 ]
 

@@ -34,10 +34,7 @@ def test_a_config_is_read_back_from_its_workdir(tmp_path):
     assert loaded["sampler"]["guidance_high"] == float("inf")
     assert (loaded["unet"]["channel_mult"], loaded["unet"]["dropout"]) == ([1], 0.0)
     assert systems.read(loaded, "imagen_jax") == systems.read(config(), "imagen_jax")
-    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (
-        versions.VERSION,
-        "imagen_jax",
-    )
+    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (versions.VERSION, "imagen_jax")
 
 
 def test_the_same_config_can_claim_its_workdir_again(tmp_path):
@@ -87,13 +84,7 @@ def test_another_config_is_an_error_that_names_the_differences(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("steps", 20),
-        ("prompts", ("c",)),
-        ("sampler__steps", 8),
-        ("data__path", "there"),
-        ("data__threads", 4),
-    ],
+    [("steps", 20), ("prompts", ("c",)), ("sampler__steps", 8), ("data__path", "there"), ("data__threads", 4)],
 )
 def test_fields_that_do_not_affect_training_can_change(tmp_path, field, value):
     runs.claim(tmp_path, config())
@@ -111,9 +102,7 @@ def test_a_run_of_an_earlier_version_continues_with_a_warning_about_noise(tmp_pa
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
 def test_a_workdir_with_another_url_scheme_is_an_error(kind):
-    with pytest.raises(
-        ValueError, match=r"https://bucket/run cannot be written to: use a folder on disk, or gs://"
-    ):
+    with pytest.raises(ValueError, match=r"https://bucket/run cannot be written to: use a folder on disk, or gs://"):
         runs.claim(kind("https://bucket/run"), config())
 
 
@@ -142,9 +131,7 @@ def test_the_error_about_a_misspelled_workdir_names_the_run_beside_it(tmp_path):
     assert str(error.value) == expected
 
 
-def test_fields_missing_in_an_old_config_get_defaults_and_are_logged_once_in_training(
-    tmp_path, caplog
-):
+def test_fields_missing_in_an_old_config_get_defaults_and_are_logged_once_in_training(tmp_path, caplog):
     old = systems.complete(config())
     del old["step_timeout"], old["unet"]["kind"], old["evaluation"]
     write(tmp_path, old, version=versions.VERSION)
@@ -217,12 +204,8 @@ def test_renamed_and_removed_fields_of_old_configs_are_converted(tmp_path, chang
     assert stored(tmp_path)["version"] == 2
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "fsdp", "micro_batch"), [(1, -1, 0), (4, -1, 2), (2, 2, 16), (8, 8, 1)]
-)
-def test_the_passes_of_a_version_5_config_become_its_micro_batch(
-    tmp_path, caplog, accumulate, fsdp, micro_batch
-):
+@pytest.mark.parametrize(("accumulate", "fsdp", "micro_batch"), [(1, -1, 0), (4, -1, 2), (2, 2, 16), (8, 8, 1)])
+def test_the_passes_of_a_version_5_config_become_its_micro_batch(tmp_path, caplog, accumulate, fsdp, micro_batch):
     """A mesh axis of -1 is filled with the 8 devices of the tests."""
     now = config(batch_size=64, mesh__fsdp=fsdp)
     old = {**now, "optimizer": {**now["optimizer"], "accumulate": accumulate}, "version": 5}
@@ -236,14 +219,7 @@ def test_the_passes_of_a_version_5_config_become_its_micro_batch(
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        {"accumulate": 0},
-        {"accumulate": "2"},
-        {"accumulate": None},
-        {"mesh": [1]},
-        {"batch_size": None},
-    ],
+    "damage", [{"accumulate": 0}, {"accumulate": "2"}, {"accumulate": None}, {"mesh": [1]}, {"batch_size": None}]
 )
 def test_a_damaged_config_of_version_5_is_an_error(tmp_path, damage):
     old = config(batch_size=64) | {"version": 5}
@@ -274,14 +250,10 @@ def test_the_limit_of_a_version_6_config_moves_into_its_weight(tmp_path, old, we
     runs.claim(tmp_path, now)  # The run can be continued.
 
 
-@pytest.mark.parametrize(
-    "diffusion", [{"weight": 3, "min_snr": 5.0}, {"weight": "min_snr(", "min_snr": 5.0}]
-)
+@pytest.mark.parametrize("diffusion", [{"weight": 3, "min_snr": 5.0}, {"weight": "min_snr(", "min_snr": 5.0}])
 def test_a_damaged_weight_of_a_version_6_config_is_an_error(tmp_path, diffusion):
     write(tmp_path, config() | {"diffusion": diffusion, "version": 6})
-    with pytest.raises(
-        ValueError, match=r"diffusion\.(min_snr .* is damaged|weight is 'min_snr\(')"
-    ):
+    with pytest.raises(ValueError, match=r"diffusion\.(min_snr .* is damaged|weight is 'min_snr\(')"):
         runs.load(tmp_path)
 
 

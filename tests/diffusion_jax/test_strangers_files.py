@@ -132,9 +132,11 @@ COMMANDS = {
     "evaluate": (["--workdir={}"], False),
     "replay": (["--workdir={}", "--step=1"], False),
     "evaluate --trust": (["--workdir={}", "--trust=evil.payload"], True),
-    "train": (["--config=configs/quickstart.py", "--workdir={}/../new", "--rehearse",
-               "--config.data.source=evil.payload"], True),
-}  # fmt: skip
+    "train": (
+        ["--config=configs/quickstart.py", "--workdir={}/../new", "--rehearse", "--config.data.source=evil.payload"],
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -169,8 +171,7 @@ def test_the_state_of_an_arrow_table_names_only_files_of_its_folder(stranger):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['"""\nran = 1\n"""', '"\nran = 1\n"', "\\", "{ran}", "%(ran)s", "'''\nran = 1", '\\"""'],
+    "text", ['"""\nran = 1\n"""', '"\nran = 1\n"', "\\", "{ran}", "%(ran)s", "'''\nran = 1", '\\"""']
 )
 def test_no_text_of_the_data_becomes_code_in_a_config_that_start_writes(text):
     of_data = {"data.path": (text, ""), "prompts": ((text,), ""), "vae": ({"act": text}, "")}

@@ -42,9 +42,13 @@ def file(tmp_path):
 
 def test_a_short_config_file_is_completed_and_changed_by_the_command_line(monkeypatch, file):
     c = parse(
-        monkeypatch, f"--config={file}:20", "--config.data.max_aspect=1.5",
-        "--config.unet.channel_mult=(1, 2)", "--config.sample_every=0", "--config.sampler.eta=1",
-    )  # fmt: skip
+        monkeypatch,
+        f"--config={file}:20",
+        "--config.data.max_aspect=1.5",
+        "--config.unet.channel_mult=(1, 2)",
+        "--config.sample_every=0",
+        "--config.sampler.eta=1",
+    )
     assert (c.steps, c.data.max_aspect, c.sampler.eta, c.unet.kind) == (20, 1.5, 1.0, "unet")
     s = imagen_settings.read_settings(c.to_dict())
     assert (s.unet.channel_mult, s.unet.embed_dim, s.run.step_timeout) == ((1, 2), 256, 1800)
@@ -56,10 +60,7 @@ def test_a_short_config_file_is_completed_and_changed_by_the_command_line(monkey
         ("c.unet.embd_dim = 8", "unknown config field unet.embd_dim: did you mean unet.embed_dim?"),
         ("del c.unet.image_size", "the config lacks unet.image_size"),
         ("del c.steps", "the config lacks steps"),
-        (
-            "del c.system",
-            "the config has no field `system`: choose from imagen_jax, sd_jax, sd_jax.vae",
-        ),
+        ("del c.system", "the config has no field `system`: choose from imagen_jax, sd_jax, sd_jax.vae"),
         ("c.system = 'imagen'", "system is 'imagen': did you mean 'imagen_jax'?"),
         ("c.system = 'sd_jax.vea'", "system is 'sd_jax.vea': did you mean 'sd_jax.vae'?"),
         ("c.unet.kind = 'effcient'", "unet.kind is 'effcient': did you mean 'efficient'?"),

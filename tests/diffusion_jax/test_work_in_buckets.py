@@ -113,9 +113,7 @@ def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path,
         counted = [index.index(str(place), "txt") for place in (bucket, tmp_path / "out")]
         assert counted[0] == counted[1] and counted[0]["records"] == 9
         in_bucket, in_folder = open_tars(str(bucket)), open_tars(tmp_path / "out")
-        assert [r.image for r in in_bucket.read(range(9))] == [
-            r.image for r in in_folder.read(range(9))
-        ]
+        assert [r.image for r in in_bucket.read(range(9))] == [r.image for r in in_folder.read(range(9))]
         parts = bucket / "parts"
         assert validate.validate(in_bucket, folder=parts) == validate.validate(in_folder)
         assert len(parts.objects()) > 1

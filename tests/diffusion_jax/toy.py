@@ -89,9 +89,7 @@ def init(key, width=WIDTH):
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     ends = list(itertools.accumulate(map(math.prod, leaves)))
     parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
-    values = [
-        part.reshape(shape) / shape[0] ** 0.5 for part, shape in zip(parts, leaves, strict=True)
-    ]
+    values = [part.reshape(shape) / shape[0] ** 0.5 for part, shape in zip(parts, leaves, strict=True)]
     return tree.unflatten(values)
 
 

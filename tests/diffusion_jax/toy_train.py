@@ -18,15 +18,23 @@ from tests.diffusion_jax import toy
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps in all.")
 _TIMEOUT = flags.DEFINE_integer("step_timeout", 600, "Seconds for a step.")
-_KILL = flags.DEFINE_enum(
-    "kill", "", ["", "start", "compile", "step", "save", "evaluation"], "Where it kills itself."
-)
+_KILL = flags.DEFINE_enum("kill", "", ["", "start", "compile", "step", "save", "evaluation"], "Where it kills itself.")
 _KILLED = flags.DEFINE_integer("killed", 0, "The number of the process that does.")
 
 OPTIMIZER = Optimizer(
-    lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
-    ema_decays=(0.9,), ema_warmup=False, ema_widths=(0.1,), snapshot_every=2,
-)  # fmt: skip
+    lr=1e-3,
+    schedule="constant",
+    warmup=3,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-8,
+    weight_decay=0.01,
+    clip=1.0,
+    ema_decays=(0.9,),
+    ema_warmup=False,
+    ema_widths=(0.1,),
+    snapshot_every=2,
+)
 
 
 def main():
@@ -36,18 +44,30 @@ def main():
     if doomed:
         _KILLS[doomed]()
     run = Run(
-        seed=5, steps=_STEPS.value, batch_size=8, log_every=1, sample_every=0, save_every=2,
-        keep_last=2, keep_every=0, step_timeout=_TIMEOUT.value, prompts=(),
-    )  # fmt: skip
+        seed=5,
+        steps=_STEPS.value,
+        batch_size=8,
+        log_every=1,
+        sample_every=0,
+        save_every=2,
+        keep_last=2,
+        keep_every=0,
+        step_timeout=_TIMEOUT.value,
+        prompts=(),
+    )
     mesh = sharding.make_mesh()
     where = pipeline.local_rows(sharding.batch_sharding(mesh), run.batch_size)
     captions = tuple(digits.heldout_prompts()[:1])
     examples = loop.Examples(toy.ENCODER.tokenize(captions), captions, 1.0)
     pictures = digits.Digits(toy.SIZE)
     with pipeline.make_batches(
-        pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
-        process_index=where[0], process_count=where[1],
-    ) as batches:  # fmt: skip
+        pictures,
+        toy.ENCODER.tokenize,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        process_index=where[0],
+        process_count=where[1],
+    ) as batches:
         distributed.advise(train_command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None

@@ -32,17 +32,14 @@ SMALL_EFFICIENT = dict(
 )
 TINY_EFFICIENT = {
     "unet_type": "sr",
-    "unet": SMALL_EFFICIENT
-    | dict(channel_mult=[1], num_resblocks=[1], atnn_enabled_at=[0], image_size=4),
+    "unet": SMALL_EFFICIENT | dict(channel_mult=[1], num_resblocks=[1], atnn_enabled_at=[0], image_size=4),
 }
 
 
 def random_weights(unet, text_width):
     """Return random weights: kernels keep the variance, and norms are near 1."""
     rng = np.random.default_rng(0)
-    zeros = jax.tree.map(
-        lambda leaf: np.zeros(leaf.shape, np.float32), nemo.abstract_params(unet, text_width)
-    )
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), nemo.abstract_params(unet, text_width))
     table = nemo.table(zeros, unet)
     state = torch_weights.to_state_dict(zeros, table)
     for entry in table:

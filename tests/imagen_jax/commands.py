@@ -20,11 +20,17 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW_IMPORTS = [
-    "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.sweep",
-    "diffusion_jax.train.train_command", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "imagen_jax.cascade",
+    "sd_jax.drawing",
+    "diffusion_jax.evaluate.sweep",
+    "diffusion_jax.train.train_command",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
     "clu.metric_writers",
-    "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
-]  # fmt: skip
+    "ml_collections.config_flags",
+    "sklearn.datasets",
+    "orbax.checkpoint",
+]
 # Programs without optimization compile in half the time. XLA's older code
 # generator, which jaxlib 0.11 lacks, halves it again. Parallel compilation would cost a seventh
 # more, and other workers use the other cores.
@@ -36,11 +42,7 @@ FASTER = {
 }
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in FASTER.items())
 
-HANDLERS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_DFL,
-}
+HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 """Python's handlers in the foreground. In the background or under nohup, some are SIG_IGN."""
 
 _server = multiprocessing.get_context("forkserver")
@@ -55,9 +57,7 @@ class Ended(NamedTuple):
     err: str
 
 
-def run(
-    name: str, *arguments: str, devices: int = 8, before: Callable[[], None] | None = None
-) -> Ended:
+def run(name: str, *arguments: str, devices: int = 8, before: Callable[[], None] | None = None) -> Ended:
     """Run `python -m imagen_jax.NAME ARGUMENTS`, or `python -m NAME` if NAME contains a dot."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")

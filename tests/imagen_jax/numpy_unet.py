@@ -304,12 +304,7 @@ def stacked_attention(p, x, context, mask, head_dim):
     return x + conv1x1(p / "proj_out", h + conv1x1(p / "ff.net.2", value * gate))
 
 
-ATTENTION = {
-    "self": self_attention,
-    "cross": cross_attention,
-    "fused": fused_attention,
-    "stacked": stacked_attention,
-}
+ATTENTION = {"self": self_attention, "cross": cross_attention, "fused": fused_attention, "stacked": stacked_attention}
 
 
 def bicubic(x, height, width):

@@ -126,11 +126,7 @@ def test_a_cascade_draws_over_a_picture_in_both_stages(trained, enlarger, tmp_pa
     for name, array in (("a.png", pixels), ("mask.png", mask)):
         Image.fromarray(array).save(tmp_path / name)
     stages = (f"--workdir={trained}", f"--workdir={enlarger}", f"--prompt={PROMPTS[0]}")
-    edit_flags = (
-        f"--image={tmp_path / 'a.png'}",
-        f"--mask={tmp_path / 'mask.png'}",
-        "--strength=1",
-    )
+    edit_flags = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
     out = tmp_path / "out"
     lines, (large,) = draw(out, *stages, *edit_flags, "--guidance=1", "--steps=2", "--all_sizes")
     np.testing.assert_array_equal(large[32:], pixels[32:])  # Masked-out pixels are exact.
@@ -177,8 +173,7 @@ def test_a_later_stage_can_start_from_pictures_on_disk(trained, drawn, enlarger,
         (
             "larger larger",
             (),
-            "{larger} draws images of 64 pixels, but {larger} enlarges images of "
-            "16 pixels to 64: add a ",
+            "{larger} draws images of 64 pixels, but {larger} enlarges images of 16 pixels to 64: add a ",
         ),
         ("larger", (), "{larger} enlarges images of 16x16: name a model that draws such images"),
         ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16, but low_res has"),

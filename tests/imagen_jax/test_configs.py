@@ -45,9 +45,7 @@ SMALL = {
 }
 SAME = dict.fromkeys(("base64_500m_ddpm", "base64_500m_muon", "base64_500m_online"), "base64_500m")
 OTHERS = ("__init__", "sd", "mine")  # These are not configs of Imagen, or were written by start.
-CONFIGS = sorted(
-    path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS)
-)
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS))
 
 
 def shipped(name):

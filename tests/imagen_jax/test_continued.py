@@ -19,9 +19,8 @@ pytestmark = pytest.mark.slow
 def continue_run(trained, workdir, *arguments, devices=1):
     """Run the command that continues `trained` in `workdir` from its last step, 12."""
     return commands.run(
-        "train", *TINY, f"--workdir={workdir}", f"--continue_from={trained}", *arguments,
-        devices=devices,
-    )  # fmt: skip
+        "train", *TINY, f"--workdir={workdir}", f"--continue_from={trained}", *arguments, devices=devices
+    )
 
 
 @pytest.mark.gate
@@ -36,9 +35,8 @@ def test_continuing_prints_the_changes_and_repeats_the_steps_after_a_kill(traine
         assert change in lines["changes"].split("; ")
     assert "the position in the data (sample 96)" in lines["keeps"]
     losses = lambda: [
-        (line["step"], line["loss"])
-        for line in run_log.read_metrics(workdir / run_log.METRICS) if "loss" in line
-    ]  # fmt: skip
+        (line["step"], line["loss"]) for line in run_log.read_metrics(workdir / run_log.METRICS) if "loss" in line
+    ]
     before = losses()
     assert [step for step, _ in before] == list(range(1, 15))
     # As if the first start had been killed before its first checkpoint was complete.
@@ -59,9 +57,7 @@ def test_an_added_lora_uses_the_weights_of_the_original_run(trained, tmp_path):
     assert runs.load(workdir)["unet"]["weights"] == f"{trained}@12"
     assert restore.steps(workdir / runs.CHECKPOINTS) == [12, 13]
     assert json.loads((workdir / finetune.BASE).read_text())["fingerprint"]
-    (lr,) = [
-        line["lr"] for line in run_log.read_metrics(workdir / run_log.METRICS) if line["step"] == 13
-    ]
+    (lr,) = [line["lr"] for line in run_log.read_metrics(workdir / run_log.METRICS) if line["step"] == 13]
     np.testing.assert_allclose(lr, 2e-3)  # The warm-up does not start again.
 
 
@@ -80,9 +76,8 @@ def test_two_processes_continue_a_run_as_one_process_does(trained, tmp_path):
     ended = continue_run(trained, one, *changes, devices=2)
     assert ended.code == 0, ended.err
     group = processes.Group(
-        tmp_path / "output", 2, "train", *TINY, f"--workdir={two}", f"--continue_from={trained}",
-        *changes,
-    )  # fmt: skip
+        tmp_path / "output", 2, "train", *TINY, f"--workdir={two}", f"--continue_from={trained}", *changes
+    )
     assert group.end() == [0, 0], group.printed()
     assert run_log.read_lineage(two) == run_log.read_lineage(one)
     rows = [run_log.read_metrics(workdir / run_log.METRICS) for workdir in (one, two)]
@@ -93,9 +88,7 @@ def test_two_processes_continue_a_run_as_one_process_does(trained, tmp_path):
 
 
 def test_changing_a_fixed_setting_ends_the_command_with_one_line(trained, tmp_path):
-    ended = continue_run(
-        trained, tmp_path / "run", "--config.steps=14", "--config.unet.cond_dim=64"
-    )
+    ended = continue_run(trained, tmp_path / "run", "--config.steps=14", "--config.unet.cond_dim=64")
     assert ended.code == 2 and "unet.cond_dim: 32 stored, 64 requested" in ended.err
     assert len([line for line in ended.err.splitlines() if line.startswith("error")]) == 1
     assert not (tmp_path / "run").exists()

@@ -82,9 +82,7 @@ def system_of(name):
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_fields_added_since_an_earlier_run_are_named_when_it_goes_on(
-    earlier, name, caplog, tmp_path
-):
+def test_fields_added_since_an_earlier_run_are_named_when_it_goes_on(earlier, name, caplog, tmp_path):
     shutil.copy(earlier / name / "config.json", tmp_path)
     with caplog.at_level("INFO", logger="absl"):
         config = runs.load(earlier / name, system_of(name))
@@ -123,28 +121,38 @@ def test_the_checkpoint_of_an_earlier_run_restores_as_a_current_train_state(earl
 )
 def test_sample_draws_from_an_earlier_run(earlier, name, tmp_path):
     err = run(
-        f"{system_of(name)}.sample", f"--workdir={earlier / name}", "--prompt=a red seven",
-        "--num_images=2", f"--out={tmp_path}",
-    )  # fmt: skip
+        f"{system_of(name)}.sample",
+        f"--workdir={earlier / name}",
+        "--prompt=a red seven",
+        "--num_images=2",
+        f"--out={tmp_path}",
+    )
     assert len(list(tmp_path.glob("*.png"))) >= 2, err
 
 
 @pytest.mark.slow
 def test_sample_draws_from_a_cascade_of_earlier_runs(earlier, tmp_path):
     run(
-        "imagen_jax.sample", f"--workdir={earlier / 'imagen_de86e1f'}",
-        f"--workdir={earlier / 'imagen_sr_8374cec'}", "--prompt=a red seven", "--num_images=1",
+        "imagen_jax.sample",
+        f"--workdir={earlier / 'imagen_de86e1f'}",
+        f"--workdir={earlier / 'imagen_sr_8374cec'}",
+        "--prompt=a red seven",
+        "--num_images=1",
         f"--out={tmp_path}",
-    )  # fmt: skip
+    )
     assert list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
 def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
     run(
-        f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",
-        "--num_heldout=1", "--batch_size=64",
-    )  # fmt: skip
+        f"{system_of(name)}.evaluate",
+        f"--workdir={earlier / name}",
+        "--guidance=2",
+        "--steps=1",
+        "--num_heldout=1",
+        "--batch_size=64",
+    )
     assert (earlier / name / runs.EVALUATION / "step_00000002" / "sweep.csv").is_file()
 
 
@@ -160,10 +168,7 @@ def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
 )
 def test_train_continues_an_earlier_run(earlier, name, module):
     workdir = earlier / name
-    run(
-        module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3",
-        "--config.save_every=1",
-    )  # fmt: skip
+    run(module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3", "--config.save_every=1")
     assert restore.steps(workdir / runs.CHECKPOINTS) == [2, 3]
     config = json.loads((workdir / runs.CONFIG).read_text())
     assert (config["version"], config["system"][:2]) == (versions.VERSION, name[:2])

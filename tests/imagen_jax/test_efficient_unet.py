@@ -15,14 +15,7 @@ from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet, check
 from imagen_jax.weights import nemo
 
-SMALL = dict(
-    image_size=8,
-    embed_dim=32,
-    channel_mult=(1, 2),
-    num_res_blocks=(1, 1),
-    attention_levels=(1,),
-    head_dim=16,
-)
+SMALL = dict(image_size=8, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 1), attention_levels=(1,), head_dim=16)
 
 # Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -58,9 +51,7 @@ def test_a_new_efficient_unet_is_zero_only_in_the_last_layer_of_each_block():
     zero = {p for p, a in flat.items() if not p.endswith(("norm", "scale")) and (a == 0).all()}
     zero = {p.rpartition("/")[0] for p in zero if "norm" not in p}
     res = {f"{side}_{level}_0_res/conv2" for side in ("down", "up") for level in (0, 1)}
-    attention = {
-        f"{side}_1_attn/{p}out" for side in ("down", "up") for p in ("", "self/", "cross/")
-    }
+    attention = {f"{side}_1_attn/{p}out" for side in ("down", "up") for p in ("", "self/", "cross/")}
     assert zero == res | attention  # Without out_conv, unlike the other UNet.
     for path in ("out_conv", "down_0_0_res/skip", "down_0_resample", "up_0_resample"):
         kernel = flat[f"{path}/kernel"]

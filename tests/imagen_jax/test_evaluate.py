@@ -44,10 +44,20 @@ def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained)
     assert scores["fd_digits"] == float(rows[1]["fd_digits"])
     assert (card["images_seen"], card["images_heldout"], card["n"]) == (272, 18, 290)
     assert card["judge_accuracy_on_real"] > 0.98
-    assert card.items() >= {
-        "extractor": "digits", "image_size": "16x16", "seed": 0, "sampler": "ddim", "steps": "2",
-        "guidance": 3.0, "checkpoint": step, "ema": "ema", "precision": "float32",
-    }.items()  # fmt: skip
+    assert (
+        card.items()
+        >= {
+            "extractor": "digits",
+            "image_size": "16x16",
+            "seed": 0,
+            "sampler": "ddim",
+            "steps": "2",
+            "guidance": 3.0,
+            "checkpoint": step,
+            "ema": "ema",
+            "precision": "float32",
+        }.items()
+    )
     assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
@@ -89,9 +99,7 @@ def test_report_html_shows_the_sweep_and_the_training(evaluated, trained):
     assert {"loss", "images_per_second"} <= run["curves"].keys()
     pictures = [point["sheet"] for point in one["points"]]
     folder, _, _ = evaluated
-    for picture, name in zip(
-        (*pictures, one["real"]), ("guidance_1", "guidance_3", "real"), strict=True
-    ):
+    for picture, name in zip((*pictures, one["real"]), ("guidance_1", "guidance_3", "real"), strict=True):
         kind, _, content = picture.partition(",")
         assert kind == "data:image/png;base64"
         assert base64.b64decode(content) == (folder / f"{name}.png").read_bytes()

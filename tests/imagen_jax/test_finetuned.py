@@ -16,9 +16,7 @@ def test_a_fine_tuning_config_matches_the_shipped_weights(method, rank):
     own = runs.load(start.TRAINED)
     ours, theirs = (systems.read(c, "imagen_jax") for c in (config, own))
     assert ours.unet.clone(dtype=theirs.unet.dtype) == theirs.unet
-    assert (ours.diffusion, ours.text, ours.sampler) == (
-        theirs.diffusion, theirs.text, theirs.sampler
-    )  # fmt: skip
+    assert (ours.diffusion, ours.text, ours.sampler) == (theirs.diffusion, theirs.text, theirs.sampler)
     assert ours.lora.rank == rank and ours.unet_weights == start.TRAINED
     assert ours.run.batch_size % jax.device_count() == 0 and ours.run.batch_size >= 20
     assert candidate.image_size == theirs.unet.image_size

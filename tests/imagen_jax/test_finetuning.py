@@ -25,17 +25,9 @@ def run(name, *arguments):
 
 
 def draw(out, *arguments):
-    run(
-        "sample",
-        f"--out={out}",
-        "--num_images=2",
-        "--prompt=a pink seven on gray paper",
-        *arguments,
-    )
+    run("sample", f"--out={out}", "--num_images=2", "--prompt=a pink seven on gray paper", *arguments)
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines]).astype(
-        int
-    )
+    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines]).astype(int)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +39,15 @@ def adapting(trained, tmp_path_factory):
         exec(code)
     draw(folder / "before", f"--workdir={trained}")
     arguments = (
-        *TINY, f"--config.unet.weights={trained}", "--config.data.source=folder",
-        f"--config.data.path={folder / 'ten_pink'}", f"--config.data.prior={folder / 'before'}",
-        "--config.lora.rank=2", f"--workdir={folder / 'run'}", "--config.save_every=2",
-    )  # fmt: skip
+        *TINY,
+        f"--config.unet.weights={trained}",
+        "--config.data.source=folder",
+        f"--config.data.path={folder / 'ten_pink'}",
+        f"--config.data.prior={folder / 'before'}",
+        "--config.lora.rank=2",
+        f"--workdir={folder / 'run'}",
+        "--config.save_every=2",
+    )
     printed = run("train", *arguments, "--config.steps=2").out
     run("train", *arguments, "--config.steps=4")
     return folder / "run", printed
@@ -60,12 +57,8 @@ def test_rehearsal_and_checkpoints_of_a_lora_contain_only_its_factors(adapting, 
     workdir, printed = adapting
     assert "parameters     640 trained" in printed and " frozen" in printed
     assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == 4
-    size = lambda run, step: sum(
-        file.stat().st_size for file in (run / runs.CHECKPOINTS / step).rglob("*")
-    )
-    assert size(workdir, "4") < 0.5 * size(
-        trained, str(restore.steps(trained / runs.CHECKPOINTS)[-1])
-    )
+    size = lambda run, step: sum(file.stat().st_size for file in (run / runs.CHECKPOINTS / step).rglob("*"))
+    assert size(workdir, "4") < 0.5 * size(trained, str(restore.steps(trained / runs.CHECKPOINTS)[-1]))
 
 
 def test_lora_scale_0_draws_like_the_base_model(adapting, trained, tmp_path):
@@ -95,9 +88,7 @@ def test_a_lora_with_another_base_model_is_an_error(adapting, tmp_path):
     run("train", *TINY, f"--workdir={other}", "--config.steps=1", "--config.seed=7")
     message = f"{workdir} adapts weights that differ from those in unet.weights"
     out = f"--out={tmp_path / 'out'}"
-    ended = commands.run(
-        "sample", f"--workdir={workdir}", f"--unet_weights={other}", out, "--prompt=a", devices=1
-    )
+    ended = commands.run("sample", f"--workdir={workdir}", f"--unet_weights={other}", out, "--prompt=a", devices=1)
     assert ended.code == 2 and message in ended.err
 
 
@@ -107,11 +98,7 @@ def test_sample_keeps_black_parts_of_a_mask(trained, tmp_path):
     mask = np.zeros((16, 16), np.uint8)
     mask[:8] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
-    edit_flags = (
-        f"--image={tmp_path / 'a.png'}",
-        f"--mask={tmp_path / 'mask.png'}",
-        "--strength=1",
-    )
+    edit_flags = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
     lines, drawn = draw(tmp_path / "out", f"--workdir={trained}", *edit_flags)
     np.testing.assert_array_equal(drawn[:, 8:], np.broadcast_to(pixels[8:], drawn[:, 8:].shape))
     assert np.abs(drawn[:, :8] - pixels[:8]).max() > 20

@@ -58,9 +58,7 @@ def test_sigterm_saves_the_current_step_and_exits_with_143(interrupted):
 def test_sigkill_leaves_a_complete_checkpoint_of_an_earlier_step(interrupted):
     assert interrupted.exit_codes[2:] == [-9, 0]
     for i in (2, 3):
-        assert (
-            interrupted.last_whole[i - 1] <= interrupted.last_whole[i] <= interrupted.last_line[i]
-        )
+        assert interrupted.last_whole[i - 1] <= interrupted.last_whole[i] <= interrupted.last_line[i]
 
 
 def test_tensorboard_has_every_logged_step_once_and_the_config(interrupted):
@@ -74,8 +72,10 @@ def test_tensorboard_has_every_logged_step_once_and_the_config(interrupted):
         assert points(folder, tag) == expected
     config = hparams(folder)
     assert (config["batch_size"], config["unet.embed_dim"], config["data.source"]) == (
-        8, 32, "diffusion_jax.examples.digits",
-    )  # fmt: skip
+        8,
+        32,
+        "diffusion_jax.examples.digits",
+    )
 
 
 def test_each_process_resumed_from_the_last_complete_checkpoint(interrupted):
@@ -116,10 +116,7 @@ def test_an_interrupted_run_takes_the_same_samples_in_the_same_order(interrupted
 
 def test_every_step_of_an_interrupted_run_has_the_same_loss(interrupted, uninterrupted):
     """A loss depends on the pictures, the noise and the parameters of its step."""
-    lines = [
-        run_log.read_metrics(path / run_log.METRICS)
-        for path in (interrupted.workdir, uninterrupted)
-    ]
+    lines = [run_log.read_metrics(path / run_log.METRICS) for path in (interrupted.workdir, uninterrupted)]
     losses = [[(line["step"], line["loss"], line["grad_norm"]) for line in run] for run in lines]
     assert losses[0] == losses[1]
     assert [step for step, *_ in losses[1]] == list(range(1, interrupted.steps + 1))

@@ -35,21 +35,36 @@ PROMPT = "a red seven on gray paper"
 TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
 BOTH = (
     *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
-    "--config.batch_size=8", "--config.steps=3", "--config.log_every=1", "--config.sample_every=3",
-    "--config.optimizer.warmup=0", "--config.optimizer.lr=0.01",
-    "--config.optimizer.ema_decays=(0.1,)", "--config.sampler.steps=2", "--config.data.min_size=0",
-    "--config.unet.dtype=float32", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
-)  # fmt: skip
+    "--config.batch_size=8",
+    "--config.steps=3",
+    "--config.log_every=1",
+    "--config.sample_every=3",
+    "--config.optimizer.warmup=0",
+    "--config.optimizer.lr=0.01",
+    "--config.optimizer.ema_decays=(0.1,)",
+    "--config.sampler.steps=2",
+    "--config.data.min_size=0",
+    "--config.unet.dtype=float32",
+    "--config.unet.embed_dim=32",
+    "--config.unet.head_dim=32",
+)
 BASE = (
-    "--config=configs/base64_500m.py", *BOTH, "--config.unet.image_size=16",
-    "--config.unet.channel_mult=(1,)", "--config.unet.num_res_blocks=1",
-    "--config.unet.attention_resolutions=(16,)", "--config.unet.cond_dim=32",
-)  # fmt: skip
+    "--config=configs/base64_500m.py",
+    *BOTH,
+    "--config.unet.image_size=16",
+    "--config.unet.channel_mult=(1,)",
+    "--config.unet.num_res_blocks=1",
+    "--config.unet.attention_resolutions=(16,)",
+    "--config.unet.cond_dim=32",
+)
 SR = (
-    "--config=configs/sr256_600m.py", *BOTH, "--config.unet.image_size=64",
-    "--config.unet.channel_mult=(1,1)", "--config.unet.num_res_blocks=(1,1)",
+    "--config=configs/sr256_600m.py",
+    *BOTH,
+    "--config.unet.image_size=64",
+    "--config.unet.channel_mult=(1,1)",
+    "--config.unet.num_res_blocks=(1,1)",
     "--config.unet.attention_levels=(1,)",
-)  # fmt: skip
+)
 
 
 def run(name, *arguments):
@@ -92,9 +107,13 @@ def root(tmp_path_factory):
     tar_files.write(root / "precached" / "t0_r0_0.tar", records)
     (root / "prompts.txt").write_text("\n".join(sorted(set(texts.values()))[:4]) + "\n")
     run(
-        "diffusion_jax.data", "attach", str(root / "images"), "--column=t5",
-        f"--from={root / 'precached'}", f"--out={root / 'joined'}",
-    )  # fmt: skip
+        "diffusion_jax.data",
+        "attach",
+        str(root / "images"),
+        "--column=t5",
+        f"--from={root / 'precached'}",
+        f"--out={root / 'joined'}",
+    )
     return root
 
 
@@ -113,13 +132,7 @@ def base(root):
 
 @pytest.fixture(scope="module")
 def enlarger(root):
-    run(
-        "train",
-        *SR,
-        f"--config.data.path={root / 'joined'}",
-        "--config.data.text=t5.npy",
-        f"--workdir={root / 'sr'}",
-    )
+    run("train", *SR, f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--workdir={root / 'sr'}")
     return root / "sr"
 
 
@@ -130,9 +143,7 @@ def losses(workdir):
 def test_drawing_and_evaluating_without_the_text_encoder_is_an_error(tmp_path):
     """The error occurs before any checkpoint is read."""
     runs.claim(tmp_path, base64_500m.get_config().to_dict())
-    message = (
-        r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
-    )
+    message = r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
     with pytest.raises(ValueError, match=message):
         cascade.load(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -164,18 +175,21 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
     encoder = t5.encoder(root / "t5", **TEXT)
     rows, mask = embed(encoder, [PROMPT])
     np.save(root / "seven.npy", np.asarray(rows)[0][np.asarray(mask)[0]])
-    run(
-        "sample", *both[:2], f"--embeddings={root / 'seven.npy'}", "--num_images=2",
-        f"--out={root / 'embedded'}",
-    )  # fmt: skip
+    run("sample", *both[:2], f"--embeddings={root / 'seven.npy'}", "--num_images=2", f"--out={root / 'embedded'}")
     for one, other in zip(pixels(root / "prompted"), pixels(root / "embedded"), strict=True):
         assert one.shape == (64, 64, 3) and abs(one - other).max() <= 1
     clip = tiny_weights.clip_folder(root / "clip", "open_clip")
     reference, inception = judges(root)
     run(
-        "evaluate", *both, "--guidance=1,3", f"--prompts={root / 'prompts.txt'}", "--num_prompts=4",
-        f"--clip={clip}", f"--reference={reference}", f"--inception={inception}",
-    )  # fmt: skip
+        "evaluate",
+        *both,
+        "--guidance=1,3",
+        f"--prompts={root / 'prompts.txt'}",
+        "--num_prompts=4",
+        f"--clip={clip}",
+        f"--reference={reference}",
+        f"--inception={inception}",
+    )
     (folder,) = (base / runs.EVALUATION).iterdir()
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -191,38 +205,37 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
 def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     c = base64_500m.get_config()
     c.unet.update(
-        image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
-        attention_resolutions=(16,), head_dim=32, cond_dim=32, dtype="float32",
-    )  # fmt: skip
+        image_size=16,
+        embed_dim=32,
+        channel_mult=(1,),
+        num_res_blocks=1,
+        attention_resolutions=(16,),
+        head_dim=32,
+        cond_dim=32,
+        dtype="float32",
+    )
     c.text.update(TEXT)
     s = read_settings(c.to_dict())
     state = {nemo.PREFIX + n: a for n, a in random_weights(s.unet, s.text.width).items()}
     np.savez(root / "nemo.npz", **state)
     workdir = root / "converted"
     err = run(
-        "imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *BASE,
-        f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--to={workdir}",
-    )  # fmt: skip
+        "imagen_jax.weights",
+        "convert",
+        f"--from={root / 'nemo.npz'}",
+        *BASE,
+        f"--config.data.path={root / 'joined'}",
+        "--config.data.text=t5.npy",
+        f"--to={workdir}",
+    )
     assert re.search(r"parameters \(raw, 0\.1\) and verified them bit by bit", err)
     out = f"--out={root / 'none'}"
     for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
         assert "--text_weights=FOLDER" in refused(name, f"--workdir={workdir}", *more)
     weights_flag = f"--text_weights={root / 't5'}"
-    run(
-        "sample",
-        f"--workdir={workdir}",
-        weights_flag,
-        f"--prompt={PROMPT}",
-        f"--out={root / 'p_nemo'}",
-    )
+    run("sample", f"--workdir={workdir}", weights_flag, f"--prompt={PROMPT}", f"--out={root / 'p_nemo'}")
     assert np.std(pixels(root / "p_nemo")) > 1
-    run(
-        "train",
-        *BASE,
-        f"--config.data.path={root / 'joined'}",
-        "--config.data.text=t5.npy",
-        f"--workdir={workdir}",
-    )
+    run("train", *BASE, f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--workdir={workdir}")
     assert np.isfinite(losses(workdir)).all()
 
 
@@ -231,7 +244,10 @@ def judges(root):
     safetensors.numpy.save_file(standin.state(), root / "inception.safetensors")
     digits.write_examples(root / "real", 8, size=64)
     run(
-        "diffusion_jax.metrics", "stats", f"--images={root / 'real'}", f"--out={root / 'real.npz'}",
+        "diffusion_jax.metrics",
+        "stats",
+        f"--images={root / 'real'}",
+        f"--out={root / 'real.npz'}",
         f"--weights={root / 'inception.safetensors'}",
-    )  # fmt: skip
+    )
     return root / "real.npz", root / "inception.safetensors"

@@ -111,15 +111,7 @@ def trained(authors):
         y = unet.apply(params, batch["x"], batch["time"], batch["text"], batch["text_mask"])
         return ((y - batch["target"]) ** 2).mean(), {}
 
-    settings = Optimizer(
-        lr=0.05,
-        schedule="inverse_sqrt",
-        warmup=0,
-        decay_from=2,
-        b2=0.99,
-        eps=1e-3,
-        weight_decay=0.0,
-    )
+    settings = Optimizer(lr=0.05, schedule="inverse_sqrt", warmup=0, decay_from=2, b2=0.99, eps=1e-3, weight_decay=0.0)
     tx = optimizer.make_optimizer(settings, 4)
     step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf, constrain=magnitude.forced))
     # The authors' layers normalize weights in the first pass, ours at initialization.
@@ -162,9 +154,7 @@ def test_an_average_has_magnitudes_below_1_and_equal_outputs_when_normalized(tra
     assert lengths.max() < 1.0001 and lengths.min() < 0.9995
     apply = jit(lambda params: unet.apply(params, **example()))
     # The 1e-4 added to lengths has more effect on short ones.
-    np.testing.assert_allclose(
-        apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3
-    )
+    np.testing.assert_allclose(apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3)
 
 
 def test_a_step_that_is_not_finite_does_not_change_the_weights(trained):
@@ -179,17 +169,13 @@ def test_activations_keep_magnitude_1_through_every_block():
     """All gains have their initial values, except that the output gain is 1 instead of 0."""
     unet = MagnitudeUNet(**CONFIG | dict(embed_dim=64, channel_mult=(1, 1)))
     params = jit(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)))(jax.random.key(0))
-    apply = jit(
-        lambda params: unet.apply(params, **example(), capture_intermediates=True, mutable=True)
-    )
+    apply = jit(lambda params: unet.apply(params, **example(), capture_intermediates=True, mutable=True))
     assert float(jnp.abs(apply(params)[0]).max()) == 0
     params["params"]["out_gain"] = jnp.ones(())
     y, seen = apply(params)
     rms = lambda a: float(jnp.sqrt((a**2).mean()))
     outputs = {
-        name: rms(value["__call__"][0])
-        for name, value in seen["intermediates"].items()
-        if isinstance(value, dict)
+        name: rms(value["__call__"][0]) for name, value in seen["intermediates"].items() if isinstance(value, dict)
     }
     assert len(outputs) == 14
     for name, value in outputs.items():
@@ -211,8 +197,7 @@ def test_text_attention_matches_numpy_with_normalized_queries_keys_and_values(ki
     block = Block(8, attention=kind, head_dim=4)
     args = [jnp.asarray(a, jnp.float32) for a in (x, emb, context)] + [jnp.asarray(mask)]
     params = block.init(jax.random.key(0), *args)["params"]
-    bare = Block(8).apply({"params": {k: params[k] for k in ("conv1", "conv2", "emb", "emb_gain")}},
-                          *args)  # fmt: skip
+    bare = Block(8).apply({"params": {k: params[k] for k in ("conv1", "conv2", "emb", "emb_gain")}}, *args)
     h = np.asarray(bare[0], np.float64).reshape(6, 8)
 
     def heads(tokens, name, parts):
@@ -236,8 +221,7 @@ def test_text_attention_matches_numpy_with_normalized_queries_keys_and_values(ki
 @pytest.fixture(scope="module")
 def large():
     """Return a super-resolution model with all options: (unet, params, function, inputs)."""
-    unet = MagnitudeUNet(**CONFIG | dict(attention="fused", low_res=True, noise_aug=True, patch=2,
-                                         image_size=16))  # fmt: skip
+    unet = MagnitudeUNet(**CONFIG | dict(attention="fused", low_res=True, noise_aug=True, patch=2, image_size=16))
     params = random_params(unet)
     rest = dict(low_res=example(4)["x"], low_res_time=jnp.array([0.3, -0.2]))
     apply = jit(lambda inputs: unet.apply(params, **inputs))
@@ -263,9 +247,7 @@ def test_remat_keeps_the_gradient_and_bfloat16_keeps_the_output_within_5_percent
     unet, params, apply, inputs = large
     product = lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()
     again = unet.copy(remat=True, remat_keeps="products")
-    plain, redone = (
-        jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again)
-    )
+    plain, redone = (jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again))
     np.testing.assert_allclose(redone, plain, rtol=1e-3, atol=1e-5)
     assert np.abs(plain).max() > 1e-3
     y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
@@ -286,10 +268,7 @@ def test_a_dropped_text_has_finite_gradients():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            dict(image_size=9),
-            "unet.image_size is 9, but with unet.patch=1 and 2 levels it must",
-        ),
+        (dict(image_size=9), "unet.image_size is 9, but with unet.patch=1 and 2 levels it must"),
         (dict(attention_resolutions=(3,)), "holds 3, but no level has this resolution"),
         (dict(head_dim=3), "unet.head_dim 3 does not divide the width 16"),
         (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
@@ -303,10 +282,16 @@ def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
 
 
 TINY = (
-    "--config=configs/quickstart_mp.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32",
-    "--config.batch_size=8", "--config.log_every=1", "--config.save_every=2",
-    "--config.sample_every=0", "--config.optimizer.warmup=0", "--config.sampler.steps=2",
-)  # fmt: skip
+    "--config=configs/quickstart_mp.py",
+    "--config.unet.embed_dim=32",
+    "--config.unet.cond_dim=32",
+    "--config.batch_size=8",
+    "--config.log_every=1",
+    "--config.save_every=2",
+    "--config.sample_every=0",
+    "--config.optimizer.warmup=0",
+    "--config.sampler.steps=2",
+)
 
 
 def run(name, *arguments, code=0, devices=1):
@@ -323,14 +308,11 @@ def test_a_magnitude_unet_is_trained_resumed_sampled_and_evaluated(tmp_path):
     run("train", *TINY, f"--workdir={parted}", "--config.steps=2")
     run("train", *TINY, f"--workdir={parted}", "--config.steps=4")
     unet = read_settings(runs.load(whole)).unet
-    abstract = jax.eval_shape(
-        lambda key: unet.init(key, **example_inputs(unet, 64)), jax.random.key(0)
-    )
+    abstract = jax.eval_shape(lambda key: unet.init(key, **example_inputs(unet, 64)), jax.random.key(0))
     abstract = {**abstract, "uncertainty": {"kernel": jax.ShapeDtypeStruct((128,), jnp.float32)}}
     for name in ("raw", "ema"):
         params, again = (
-            restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4)
-            for workdir in (whole, parted)
+            restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4) for workdir in (whole, parted)
         )
         jax.tree.map(np.testing.assert_array_equal, params, again)
         for lengths in magnitudes(params).values():

@@ -48,9 +48,8 @@ def papers_loss(params, x0, eps, sigmas, keep, text, empty, omega, kappa):
     guided += kappa * velocity(params, z, t, none, text)
     target = jnp.where(each(keep), guided, v)
     u, change = jax.jvp(
-        lambda z, t, r: velocity(params, z, t, t - r, texts),
-        (z, t, r), (target, jnp.ones_like(t), jnp.zeros_like(r)),
-    )  # fmt: skip
+        lambda z, t, r: velocity(params, z, t, t - r, texts), (z, t, r), (target, jnp.ones_like(t), jnp.zeros_like(r))
+    )
     error = ((u - jax.lax.stop_gradient(target - each(t - r) * change)) ** 2).sum((1, 2, 3))
     return (error / jax.lax.stop_gradient(error + 0.01)).mean()
 
@@ -69,9 +68,11 @@ def check(training_task, frozen, batch, keys, inputs, guidance):
 def test_imagens_meanflow_loss_matches_the_paper(guidance):
     omega, kappa = guidance
     s = imagen.settings(
-        diffusion__predicts="flow", diffusion__noise="logit_normal",
-        sampler__name="ddim", diffusion__method=METHOD.format(omega=omega, kappa=kappa),
-    )  # fmt: skip
+        diffusion__predicts="flow",
+        diffusion__noise="logit_normal",
+        sampler__name="ddim",
+        diffusion__method=METHOD.format(omega=omega, kappa=kappa),
+    )
     encoder = lookup.open_encoder(s.text)
     batch, keys = imagen.a_batch(encoder), training_noise.keys_of(4)
     training_task = task.make_task(imagen.with_network(s, network), encoder)
@@ -91,14 +92,14 @@ def two_levels(keys):
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
 def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
     s = tiny.settings(
-        diffusion__predicts="flow", diffusion__noise="logit_normal", conditioning__drop_to=drop_to,
-        sampler__name="ddim", diffusion__method=METHOD.format(omega=2, kappa=0.0),
-    )  # fmt: skip
-    hashed = lookup.open_encoder(s.text)
-    encode = lambda frozen, batch: (
-        hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
-        None,
+        diffusion__predicts="flow",
+        diffusion__noise="logit_normal",
+        conditioning__drop_to=drop_to,
+        sampler__name="ddim",
+        diffusion__method=METHOD.format(omega=2, kappa=0.0),
     )
+    hashed = lookup.open_encoder(s.text)
+    encode = lambda frozen, batch: (hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None], None)
     encoder = hashed._replace(encode=encode)
     batch = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}
     keys = training_noise.keys_of(4)
@@ -116,9 +117,13 @@ def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_each_sampling_step_follows_the_mean_velocity(steps):
     s = imagen.settings(
-        diffusion__predicts="flow", diffusion__method=METHOD.format(omega=2, kappa=0.0),
-        sampler__name="ddim", sampler__steps=steps, sampler__grid="karras", sampler__sigma_min=1.0,
-    )  # fmt: skip
+        diffusion__predicts="flow",
+        diffusion__method=METHOD.format(omega=2, kappa=0.0),
+        sampler__name="ddim",
+        sampler__steps=steps,
+        sampler__grid="karras",
+        sampler__sigma_min=1.0,
+    )
     encoder = lookup.open_encoder(s.text)
     batch = encoder.tokenize(imagen.CAPTIONS)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
@@ -138,17 +143,19 @@ def test_meanflow_rejects_samplers_other_than_deterministic_ddim_steps(sampler):
     """For example, Heun averages two mean velocities, which is not a mean velocity."""
     message = f"sampler.name is {sampler!r}, but a model trained with diffusion.method=meanflow"
     with pytest.raises(ValueError, match=re.escape(message)):
-        imagen.settings(
-            diffusion__predicts="flow", diffusion__method="meanflow", sampler__name=sampler
-        )
+        imagen.settings(diffusion__predicts="flow", diffusion__method="meanflow", sampler__name=sampler)
 
 
 def test_stable_diffusion_samples_along_the_mean_velocity():
     s = tiny.settings(
-        diffusion__predicts="flow", diffusion__noise="lognormal", sampler__name="ddim",
-        diffusion__method="meanflow", sampler__steps=1, sampler__grid="karras",
+        diffusion__predicts="flow",
+        diffusion__noise="lognormal",
+        sampler__name="ddim",
+        diffusion__method="meanflow",
+        sampler__steps=1,
+        sampler__grid="karras",
         sampler__sigma_max=40.0,
-    )  # fmt: skip
+    )
     s = sd.with_network(s, network)._replace(vae=sd.PlainVAE(**tiny.VAE_FIELDS))
     encoder = lookup.open_encoder(s.text)
     batch = sampling.prompts(encoder, sd.CAPTIONS, "")

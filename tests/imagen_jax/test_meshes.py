@@ -56,10 +56,7 @@ def test_the_loss_on_a_2x2x2_mesh_matches_one_device():
 def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_batch():
     _, imagen, batch = system()
     keys, loss, frozen = training_noise.keys_of(8), jax.jit(imagen.loss), {"text": ()}
-    micro = [
-        loss(initial(), frozen, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0]
-        for i in range(2)
-    ]
+    micro = [loss(initial(), frozen, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0] for i in range(2)]
     whole = loss(initial(), frozen, batch, keys)[0]
     assert abs(micro[0] - micro[1]) > 1e-3  # They contain different pictures and noise.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
@@ -119,8 +116,7 @@ def test_every_mesh_and_micro_batch_trains_and_samples_like_one_device(sizes, mi
 
 
 @pytest.mark.parametrize(
-    ("config", "block", "kernel"),
-    [(quickstart, "mid_res_0", "kernel"), (quickstart_mp, "mid_0", "unit_kernel")],
+    ("config", "block", "kernel"), [(quickstart, "mid_res_0", "kernel"), (quickstart_mp, "mid_0", "unit_kernel")]
 )
 def test_residual_blocks_shard_outputs_then_inputs_over_tensor(config, block, kernel):
     shapes = jax.eval_shape(system(config)[1].init, jax.random.key(0))

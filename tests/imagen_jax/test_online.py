@@ -72,8 +72,9 @@ def test_a_frozen_t5_is_sharded_not_trained_and_not_in_checkpoints(folder, tmp_p
     assert "pixels" in on_disk
     assert "token_embedding" not in on_disk
     assert "relative_bias" not in on_disk
-    restored = restore.load_params(tmp_path / runs.CHECKPOINTS, jax.eval_shape(
-        tiny.init, jax.random.key(0)), "raw", None)  # fmt: skip
+    restored = restore.load_params(
+        tmp_path / runs.CHECKPOINTS, jax.eval_shape(tiny.init, jax.random.key(0)), "raw", None
+    )
     assert restored.keys() == {"pixels", "text", "time", "out"}
 
 

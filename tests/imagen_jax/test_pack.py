@@ -39,11 +39,8 @@ def test_packed_weights_are_rounded_to_8_bits_per_channel(small, trained):
     for path, array in jax.tree.leaves_with_path(whole):
         packed_array = dict(jax.tree.leaves_with_path(rounded))[path]
         largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)))
-        assert (np.abs(packed_array - array) <= (largest / 254 + 1e-7) * (array.ndim > 1)).all(), (
-            path
-        )
-    assert any((np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (whole, rounded)),
-                                                          strict=True))  # fmt: skip
+        assert (np.abs(packed_array - array) <= (largest / 254 + 1e-7) * (array.ndim > 1)).all(), path
+    assert any((np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (whole, rounded)), strict=True))
     (file,) = small.glob("checkpoints/*/*.safetensors")
     bytes_before = sum(4 * array.size for array in jax.tree.leaves(whole))
     assert file.stat().st_size < 0.3 * bytes_before
@@ -84,10 +81,7 @@ def test_raw_weights_and_packed_runs_can_be_packed(small, trained, tmp_path):
     (one,), (other,) = (f.glob("checkpoints/*/*.safetensors") for f in (small, tmp_path / "raw"))
     assert one.read_bytes() != other.read_bytes()
     again = pack.pack(small, "ema", None, tmp_path / "again")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), arrays(small),
-        arrays(tmp_path / "again"),
-    )  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), arrays(small), arrays(tmp_path / "again"))
     assert again.stat().st_size == one.stat().st_size
 
 
@@ -95,9 +89,13 @@ def test_a_packed_run_draws_nearly_the_same_pictures(small, trained, tmp_path):
     sheets = []
     for folder in (small, trained):
         ended = commands.run(
-            "sample", f"--workdir={folder}", "--prompt=a red seven", "--num_images=2",
-            f"--out={tmp_path / folder.name}", devices=1,
-        )  # fmt: skip
+            "sample",
+            f"--workdir={folder}",
+            "--prompt=a red seven",
+            "--num_images=2",
+            f"--out={tmp_path / folder.name}",
+            devices=1,
+        )
         assert ended.code == 0, ended.err
         sheet = np.asarray(Image.open(tmp_path / folder.name / "seed_000000.png"), np.int32)
         sheets.append(sheet)
@@ -108,9 +106,8 @@ def test_a_packed_run_draws_nearly_the_same_pictures(small, trained, tmp_path):
 def test_a_packed_run_can_start_another_run_but_cannot_be_resumed(small, tmp_path):
     more = [f"--config.unet.weights={small}", f"--workdir={tmp_path / 'run'}", "--config.steps=1"]
     ended = commands.run(
-        "train", *TINY, *more, "--config.optimizer.lr=1e-30", devices=1,
-        before=commands.skip_rehearsal,
-    )  # fmt: skip
+        "train", *TINY, *more, "--config.optimizer.lr=1e-30", devices=1, before=commands.skip_rehearsal
+    )
     assert ended.code == 0, ended.err
     started = arrays(tmp_path / "run", "raw")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-25), arrays(small), started)
@@ -121,11 +118,11 @@ def test_a_packed_run_can_start_another_run_but_cannot_be_resumed(small, tmp_pat
 
 
 def test_packing_errors_and_damaged_packed_runs_are_one_line_errors(small, trained, tmp_path):
-    for workdir, out, why in ((tmp_path, tmp_path / "new", "holds no config.json"),
-                              (trained, small, "holds checkpoints already")):  # fmt: skip
-        ended = commands.run(
-            "diffusion_jax.pack", f"--workdir={workdir}", f"--out={out}", devices=1
-        )
+    for workdir, out, why in (
+        (tmp_path, tmp_path / "new", "holds no config.json"),
+        (trained, small, "holds checkpoints already"),
+    ):
+        ended = commands.run("diffusion_jax.pack", f"--workdir={workdir}", f"--out={out}", devices=1)
         assert ended.code == 2 and why in ended.err and "Traceback" not in ended.err
     file = pack.pack(trained, "ema", None, tmp_path / "damaged")
     file.write_bytes(file.read_bytes()[:-1] + b"!")

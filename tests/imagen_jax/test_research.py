@@ -9,13 +9,18 @@ from diffusion_jax.logs import run_log
 from tests.imagen_jax import commands
 
 TINY = (
-    "--config.steps=4", "--config.batch_size=8", "--config.log_every=1", "--config.save_every=2",
-    "--config.sample_every=0", "--config.optimizer.warmup=0", "--config.data.heldout=0.01",
-    "--config.heldout.every=4", "--config.heldout.records=8", "--config.heldout.levels=2",
-)  # fmt: skip
-SMALL = (
-    "--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32",
-)  # fmt: skip
+    "--config.steps=4",
+    "--config.batch_size=8",
+    "--config.log_every=1",
+    "--config.save_every=2",
+    "--config.sample_every=0",
+    "--config.optimizer.warmup=0",
+    "--config.data.heldout=0.01",
+    "--config.heldout.every=4",
+    "--config.heldout.records=8",
+    "--config.heldout.levels=2",
+)
+SMALL = ("--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32")
 
 
 def run(name, *arguments, code=0):
@@ -31,10 +36,12 @@ def runs(tmp_path_factory):
     config = "--config=configs/quickstart.py"
     objective = (
         "--config.diffusion.noise=logit_normal(mean=0.2, shift=2)",
-        "--config.diffusion.predicts=flow", "--config.diffusion.weight=uncertainty(channels=16)",
-        "--config.diffusion.offset_noise=0.1", "--config.sampler.steps=4",
+        "--config.diffusion.predicts=flow",
+        "--config.diffusion.weight=uncertainty(channels=16)",
+        "--config.diffusion.offset_noise=0.1",
+        "--config.sampler.steps=4",
         "--config.sampler.name=dpmpp_2m_sde(strength=0.5)",
-    )  # fmt: skip
+    )
     run("train", config, *TINY, *SMALL, *objective, f"--workdir={root / 'flow'}")
     smaller = (*SMALL, "--config.unet.head_dim=16", "--config.seed=1")
     run("train", config, *TINY, *smaller, f"--workdir={root / 'other'}")
@@ -57,9 +64,15 @@ def test_a_flow_model_is_trained_sampled_with_autoguidance_and_swept(runs, tmp_p
     image = lambda name: (tmp_path / name / "seed_000000.png").read_bytes()
     assert image("a") != image("b")
     run(
-        "evaluate", flow, "--guiding=cfg_pp", "--guidance=0.5,1", "--num_seen=4",
-        "--num_heldout=4", "--sampler=euler", "--name=pp",
-    )  # fmt: skip
+        "evaluate",
+        flow,
+        "--guiding=cfg_pp",
+        "--guidance=0.5,1",
+        "--num_seen=4",
+        "--num_heldout=4",
+        "--sampler=euler",
+        "--name=pp",
+    )
     with (runs / "flow" / "evaluation" / "pp" / "sweep.csv").open() as file:
         assert [row["guidance"] for row in csv.DictReader(file)] == ["0.5", "1.0"]
     ended = run("sample", flow, prompt, "--guiding=apgg", f"--out={tmp_path}", code=2)

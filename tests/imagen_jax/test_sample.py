@@ -92,9 +92,7 @@ def test_a_model_loaded_in_python_draws_the_same_bytes_as_the_command(six, train
 
 
 def test_a_seed_draws_the_same_image_alone_and_in_a_batch(six, trained, tmp_path):
-    lines, images, _ = draw(
-        trained, tmp_path, f"--prompt={PROMPTS[2]}", "--seed=5", "--guidance=3", "--batch_size=1"
-    )
+    lines, images, _ = draw(trained, tmp_path, f"--prompt={PROMPTS[2]}", "--seed=5", "--guidance=3", "--batch_size=1")
     assert (len(images), lines[0]["seed"]) == (1, 5)
     # Rounding to uint8 can differ.
     np.testing.assert_allclose(images[0].astype(int), six[2][5], atol=1)

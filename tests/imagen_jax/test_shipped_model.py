@@ -22,19 +22,14 @@ HEARTS = {"red": (244, 67, 54), "yellow": (251, 192, 45)}
 @pytest.mark.slow
 def test_the_shipped_model_draws_hearts_in_the_requested_colours():
     combinations = [(heart, around) for heart in HEARTS for around in BACKGROUNDS]
-    prompts = [
-        f"a {heart} heart, noto style, on a {around} background" for heart, around in combinations
-    ]
+    prompts = [f"a {heart} heart, noto style, on a {around} background" for heart, around in combinations]
     images = imagen_jax.load(FOLDER).draw(prompts).images.astype(float)
     middle = slice(images.shape[1] // 2 - 2, images.shape[1] // 2 + 2)
     assert images.shape[1] == 32
     near = lambda colour, among: min(among, key=lambda n: np.abs(colour - among[n]).sum())
     corners = images[:, [0, 0, -1, -1], [0, -1, 0, -1]].mean(1)
     around = [near(colour, BACKGROUNDS) for colour in corners]
-    assert (
-        sum(got == background for got, (_, background) in zip(around, combinations, strict=True))
-        >= 13
-    )
+    assert sum(got == background for got, (_, background) in zip(around, combinations, strict=True)) >= 13
     hearts = [near(image[middle, middle].mean((0, 1)), HEARTS) for image in images]
     assert hearts == [heart for heart, _ in combinations]
 
@@ -48,9 +43,7 @@ def test_the_shipped_config_is_current_and_the_model_opens_without_a_log_line(fo
     assert written == current and not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("folder", "size"), [(FOLDER, 10e6), (ENLARGER, 4e6)], ids=["emoji32", "emoji64_sr"]
-)
+@pytest.mark.parametrize(("folder", "size"), [(FOLDER, 10e6), (ENLARGER, 4e6)], ids=["emoji32", "emoji64_sr"])
 def test_the_packed_model_is_small_and_holds_no_absolute_path(folder, size):
     paths = [folder / "README.md", folder / "config.json", *folder.glob("checkpoints/**/*")]
     files = [path for path in paths if path.is_file()]

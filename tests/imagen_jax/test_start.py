@@ -97,11 +97,7 @@ def test_start_writes_a_config_with_an_assumed_speed_if_measuring_takes_too_long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "captioned"),
-    [
-        pytest.param("imagen_jax", True, marks=pytest.mark.gate),
-        ("imagen_jax", False),
-        ("sd_jax", True),
-    ],
+    [pytest.param("imagen_jax", True, marks=pytest.mark.gate), ("imagen_jax", False), ("sd_jax", True)],
 )
 def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captioned):
     data, out = digits.write_examples(tmp_path / "set", 80, size=64), tmp_path / "mine.py"

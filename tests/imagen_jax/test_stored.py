@@ -127,10 +127,7 @@ def test_a_prompt_that_is_not_in_the_store_is_an_error_with_the_command(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            {"width": 32},
-            r"made with other settings \(width: 64 stored, 32 requested\): set the text",
-        ),
+        ({"width": 32}, r"made with other settings \(width: 64 stored, 32 requested\): set the text"),
         ({"max_tokens": 8}, r"\(max_tokens: 16 stored, 8 requested\)"),
         ({"read_tokens": 16}, r"\(read_tokens: 32 stored, 16 requested\)"),
         ({"encoder": "clip"}, r"\(encoder: 't5' stored, 'clip' requested\)"),
@@ -138,8 +135,7 @@ def test_a_prompt_that_is_not_in_the_store_is_an_error_with_the_command(path):
 )
 def test_a_store_with_other_text_settings_is_an_error(path, text, message):
     with pytest.raises(ValueError, match=message):
-        lookup.open_encoder(settings()._replace(text=Text(**{
-            **settings(store=path).text._asdict(), **text})).text)  # fmt: skip
+        lookup.open_encoder(settings()._replace(text=Text(**{**settings(store=path).text._asdict(), **text})).text)
 
 
 def test_a_store_is_checked_against_local_weights_of_the_encoder(path, weights, tmp_path):
@@ -154,9 +150,7 @@ def test_prompts_outside_a_store_need_the_encoder_that_made_the_store(path, weig
     """The config of the run or the command names the weights of the encoder."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
     without = cascade.read_run(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"made by 't5', and new texts need the same encoder.*--text_weights"
-    ):
+    with pytest.raises(ValueError, match=r"made by 't5', and new texts need the same encoder.*--text_weights"):
         lookup.open_online(without.text)
     named = cascade.read_run(tmp_path, {"text.weights": weights})
     assert lookup.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)

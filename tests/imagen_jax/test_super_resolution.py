@@ -40,9 +40,7 @@ def seen_by(s, run):
         calls.append((x, time, low_res, low_res_time))
         return jnp.repeat(jnp.repeat(low_res, 4, axis=1), 4, axis=2)
 
-    unet = types.SimpleNamespace(
-        image_size=s.unet.image_size, noise_aug=s.unet.noise_aug, apply=apply
-    )
+    unet = types.SimpleNamespace(image_size=s.unet.image_size, noise_aug=s.unet.noise_aug, apply=apply)
     encoder = lookup.open_encoder(s.text)
     made = task.make_task(s._replace(unet=unet), encoder)
     return run(made, encoder), calls
@@ -71,9 +69,7 @@ def test_noise_augmentation_uses_edms_scaling():
     s = np.array([0.01, 0.3, 5.0], np.float32)
     low = super_resolution.with_noise(*map(jnp.asarray, (y, s, z)), precond.edm(0.5))
     column = s[:, None, None, None]
-    np.testing.assert_allclose(
-        low["low_res"], (y + column * z) / np.sqrt(column**2 + 0.25), rtol=1e-5
-    )
+    np.testing.assert_allclose(low["low_res"], (y + column * z) / np.sqrt(column**2 + 0.25), rtol=1e-5)
     np.testing.assert_allclose(low["low_res_time"], np.log(s) / 4, rtol=1e-6)
 
 
@@ -138,9 +134,7 @@ def test_a_super_resolution_sample_depends_only_on_its_own_key():
 def test_stages_draw_independent_noise_from_one_seed():
     keys = jax.random.split(jax.random.key(1), 2)
     all_keys = [*super_resolution.own_keys(keys, 256), *super_resolution.own_keys(keys, 1024), keys]
-    draws = [
-        np.asarray(samplers.initial_noise(k, (8, 8, 3), jnp.ones(()))).ravel() for k in all_keys
-    ]
+    draws = [np.asarray(samplers.initial_noise(k, (8, 8, 3), jnp.ones(()))).ravel() for k in all_keys]
     apart = np.corrcoef(draws) - np.eye(5)
     assert np.abs(apart).max() < 0.2
 

@@ -22,9 +22,16 @@ def settings(**changes):
     """Return settings of a tiny model. diffusion__noise="cosine" sets config.diffusion.noise."""
     c = base64_500m.get_config()
     c.unet.update(
-        image_size=8, patch=2, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
-        attention_resolutions=(4,), head_dim=32, cond_dim=32, dtype="float32",
-    )  # fmt: skip
+        image_size=8,
+        patch=2,
+        embed_dim=32,
+        channel_mult=(1,),
+        num_res_blocks=1,
+        attention_resolutions=(4,),
+        head_dim=32,
+        cond_dim=32,
+        dtype="float32",
+    )
     c.text.update(encoder="hashed", width=32, max_tokens=6, drop_prob=0.5)
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
     c.data.update(source="diffusion_jax.examples.digits", text="txt")
@@ -48,9 +55,7 @@ def network():
 
 def with_network(s, apply):
     """Return the settings with another function in place of the UNet."""
-    return s._replace(
-        unet=types.SimpleNamespace(image_size=s.unet.image_size, noise_aug=False, apply=apply)
-    )
+    return s._replace(unet=types.SimpleNamespace(image_size=s.unet.image_size, noise_aug=False, apply=apply))
 
 
 def a_batch(encoder, size=8):
@@ -189,17 +194,15 @@ SCALES = np.array([1.0, 2.0, 0.0, 1.5])
 )
 def test_every_sampler_reaches_the_prediction_extrapolated_by_guidance(sampler, precond, noise):
     s = settings(
-        sampler__name=sampler, diffusion__predicts=precond, diffusion__noise=noise,
-        sampler__threshold="static",
-    )  # fmt: skip
+        sampler__name=sampler, diffusion__predicts=precond, diffusion__noise=noise, sampler__threshold="static"
+    )
     images = np.asarray(draw(s, jnp.asarray(SCALES, jnp.float32)))
     assert images.shape == (4, 8, 8, 3)
     expected = 0.02 * WORDS + SCALES * 0.3  # Unconditional + scale * (conditional - unconditional).
     # DDPM returns alpha(0) x0 with alpha(0) = 0.99992, and the last posterior keeps noise of
     # sigma(0)^2 / sigma(1 / 16) = 1.4e-3: five standard deviations.
     atol = 7e-3 if sampler == "ddpm" else 1e-5
-    np.testing.assert_allclose(images, np.broadcast_to(expected[:, None, None, None], images.shape),
-                               atol=atol)  # fmt: skip
+    np.testing.assert_allclose(images, np.broadcast_to(expected[:, None, None, None], images.shape), atol=atol)
 
 
 def test_drawing_over_a_picture_applies_strength_and_mask():
@@ -261,9 +264,7 @@ def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
     np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
-    np.testing.assert_allclose(
-        ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5
-    )
+    np.testing.assert_allclose(ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5)
     others = levels(settings(diffusion__noise="linear", sampler__name="ddim", sampler__steps=4))
     np.testing.assert_array_equal(others, [*ancestral[:-1], 0])
 
@@ -274,11 +275,7 @@ def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
         ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: it must be a multiple of 32"),
         ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, but no level"),
         ("unet__attention", "fuzed", "unet.attention is 'fuzed': did you mean 'fused'?"),
-        (
-            "unet__low_res",
-            True,
-            "factor is 1, but unet.low_res is True: a model with a factor above 1",
-        ),
+        ("unet__low_res", True, "factor is 1, but unet.low_res is True: a model with a factor above 1"),
         ("data__resize", 7, "data.resize is 7: set it to 0, or to a multiple of 1 that is at"),
         ("data__resize", 17, "data.resize is 17: for this model it must be a multiple of"),
         ("sampler__height", 7, "sampler.height is 7: for this model it must be a multiple of"),
@@ -301,11 +298,7 @@ def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
         ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
         ("optimizer__ema_decays", (9999.0,), "it must be from 0 to below 1"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
-        (
-            "prompts",
-            (),
-            'prompts is empty: give texts to draw during training, such as --config.prompts="(',
-        ),
+        ("prompts", (), 'prompts is empty: give texts to draw during training, such as --config.prompts="('),
     ],
 )
 def test_invalid_config_values_are_errors(field, value, message):
@@ -321,9 +314,7 @@ def test_a_cosine_schedule_shorter_than_its_warmup_is_an_error():
 
 def test_unknown_and_missing_fields_and_groups_are_errors():
     c = quickstart.get_config().to_dict()
-    with pytest.raises(
-        ValueError, match=r"unknown config field unet\.dropuot: did you mean unet\."
-    ):
+    with pytest.raises(ValueError, match=r"unknown config field unet\.dropuot: did you mean unet\."):
         read_settings(c | {"unet": c["unet"] | {"dropuot": 0.1}})
     with pytest.raises(ValueError, match=r"unknown config field sampelr: did you mean sampler\?"):
         read_settings(c | {"sampelr": {}})
@@ -335,13 +326,21 @@ def test_unknown_and_missing_fields_and_groups_are_errors():
 @pytest.mark.parametrize(
     ("encoder", "suffix", "message"),
     [
-        ("hashed", "npy", "data.text is 'npy', but text.encoder is 'hashed', which cannot use "
-                          "stored embeddings: set data.text to txt,"),
-        ("precomputed", "npy", "text.encoder is 'precomputed': name the encoder that computed the "
-                               "embeddings, such as t5. If the embeddings are stored with "
-                               "the images, also set data.text to their field, such as npy."),
+        (
+            "hashed",
+            "npy",
+            "data.text is 'npy', but text.encoder is 'hashed', which cannot use "
+            "stored embeddings: set data.text to txt,",
+        ),
+        (
+            "precomputed",
+            "npy",
+            "text.encoder is 'precomputed': name the encoder that computed the "
+            "embeddings, such as t5. If the embeddings are stored with "
+            "the images, also set data.text to their field, such as npy.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_text_encoder_that_cannot_read_data_text_is_an_error(encoder, suffix, message):
     with pytest.raises(ValueError) as error:
         settings(text__encoder=encoder, data__source="folder", data__text=suffix)

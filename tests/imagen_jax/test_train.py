@@ -75,9 +75,7 @@ def a_source_of_ones_own(path, monkeypatch):
     return {"source": "stripes"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["digits", "folder", "webdataset", "embeddings", "synthetic", "stripes"]
-)
+@pytest.mark.parametrize("kind", ["digits", "folder", "webdataset", "embeddings", "synthetic", "stripes"])
 def test_train_accepts_every_data_source_and_draws_samples(tmp_path, monkeypatch, kind):
     """Runs the command's data and examples with a toy system that compiles in a second."""
     data = {
@@ -138,10 +136,15 @@ def test_a_mended_config_takes_over_the_workdir_of_a_start_without_a_checkpoint(
 
 def test_settings_without_effect_are_named_before_training(tmp_path):
     unread = {
-        "data.keep_tags": 1, "data.fields_drop_prob": 0.5, "data.prior_weight": 0.5,
-        "lora.alpha": 3.0, "lora.scale": 0.5, "optimizer.decay_from": 7,
-        "optimizer.snapshot_every": 3, "evaluation.prompts": "a.txt",
-    }  # fmt: skip
+        "data.keep_tags": 1,
+        "data.fields_drop_prob": 0.5,
+        "data.prior_weight": 0.5,
+        "lora.alpha": 3.0,
+        "lora.scale": 0.5,
+        "optimizer.decay_from": 7,
+        "optimizer.snapshot_every": 3,
+        "evaluation.prompts": "a.txt",
+    }
     overrides = [f"--config.{name}={value}" for name, value in unread.items()]
     ended = commands.run("train", *TINY, *overrides, "--rehearse", f"--workdir={tmp_path}")
     assert ended.code == 0, ended.err

@@ -21,10 +21,7 @@ from launch.planner import tasks
 
 TEXT_WIDTH = 12
 SMALL = dict(image_size=16, patch=4, embed_dim=32, depth=2, bottleneck=10, head_dim=8)
-NETWORKS = {
-    "base": Transformer(**SMALL),
-    "large": Transformer(**SMALL, low_res=True, noise_aug=True),
-}
+NETWORKS = {"base": Transformer(**SMALL), "large": Transformer(**SMALL, low_res=True, noise_aug=True)}
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "transformer.npz"
 # Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -38,9 +35,7 @@ def flat(tree):
 
 def nested(unet, flat_params):
     """Return the network's params with these arrays."""
-    shapes = jax.eval_shape(
-        lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0)
-    )
+    shapes = jax.eval_shape(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0))
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
     pick = lambda path, leaf: jnp.asarray(flat_params[name(path)])
     return {"params": jax.tree_util.tree_map_with_path(pick, shapes["params"])}
@@ -48,9 +43,7 @@ def nested(unet, flat_params):
 
 def random_params(unet):
     """Return normal random numbers for every parameter, seeded by its name."""
-    shapes = jax.eval_shape(
-        lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0)
-    )
+    shapes = jax.eval_shape(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0))
 
     def draw(name, shape):
         draws = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
@@ -172,8 +165,10 @@ def test_the_pooled_text_is_the_mean_of_its_valid_tokens():
     params, inputs = nested(unet, random_params(unet)), example(unet)
 
     def pooled(times):
-        text = {"text": jnp.tile(1e-3 * inputs["text"], (1, times, 1)),
-                "text_mask": jnp.tile(inputs["text_mask"], (1, times))}  # fmt: skip
+        text = {
+            "text": jnp.tile(1e-3 * inputs["text"], (1, times, 1)),
+            "text_mask": jnp.tile(inputs["text_mask"], (1, times)),
+        }
         only = lambda module, _: module.name == "text_embed"
         run = jit(functools.partial(unet.apply, capture_intermediates=only))
         return run(params, **(inputs | text))[1]["intermediates"]["text_embed"]["__call__"][0]
@@ -195,9 +190,7 @@ def test_a_new_transformer_returns_zeros_and_its_blocks_are_identities():
         params = jit(unet.init)(jax.random.key(0), **inputs)
         apply = jit(unet.apply)
         assert not np.any(apply(params, **inputs))
-        params["params"]["out"] = {
-            name: jnp.asarray(random_params(unet)[f"out/{name}"]) for name in ("kernel", "bias")
-        }
+        params["params"]["out"] = {name: jnp.asarray(random_params(unet)[f"out/{name}"]) for name in ("kernel", "bias")}
         outputs.append(apply(params, **inputs))
     assert np.abs(outputs[0]).max() > 1
     np.testing.assert_array_equal(*outputs)
@@ -213,9 +206,7 @@ def test_positions_are_sums_of_sinusoids_of_column_and_row():
 def test_remat_and_blockwise_attention_give_the_same_gradient():
     unet, inputs = NETWORKS["base"], example(NETWORKS["base"])
     params = nested(unet, random_params(unet))
-    gradient = jit(
-        jax.grad(lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()), static_argnums=1
-    )
+    gradient = jit(jax.grad(lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()), static_argnums=1)
     expected = gradient(inputs["x"], unet)
     assert np.abs(expected).max() > 1e-3
     for changes in (dict(remat=True, remat_keeps="products"), dict(attention_impl="blockwise")):
@@ -263,8 +254,7 @@ def test_the_loss_of_a_transformer_on_a_mesh_matches_one_device():
     model = tasks.read(tiny().to_dict())
     shapes = model.state.params
     leaves = flat(shapes)
-    draws = {n: 0.1 * np.random.default_rng(zlib.crc32(n.encode())).normal(size=a.shape)
-             for n, a in leaves.items()}  # fmt: skip
+    draws = {n: 0.1 * np.random.default_rng(zlib.crc32(n.encode())).normal(size=a.shape) for n, a in leaves.items()}
     params = jax.tree.unflatten(jax.tree.structure(shapes), [np.float32(a) for a in draws.values()])
     batch = {k: np.repeat(v, 8, 0) for k, v in model.example.items()}
     batch["image"] = np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), np.uint8)

@@ -21,9 +21,7 @@ SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_two_processes_resume_a_run_of_one_process_with_the_same_losses(
-    interrupted, uninterrupted, tmp_path
-):
+def test_two_processes_resume_a_run_of_one_process_with_the_same_losses(interrupted, uninterrupted, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(interrupted.workdir, workdir)
     first, last = restore.steps(workdir / runs.CHECKPOINTS)[-2:]
@@ -49,10 +47,7 @@ def drawn(trained, tmp_path_factory):
     for count in (1, 2):
         out, name = folder / f"pictures_{count}", f"scores_{count}"
         out.mkdir()
-        for command in (
-            ("sample", f"--out={out}/PROCESS", *PICTURES),
-            ("evaluate", f"--name={name}", *SCORES),
-        ):
+        for command in (("sample", f"--out={out}/PROCESS", *PICTURES), ("evaluate", f"--name={name}", *SCORES)):
             group = Group(folder, count, *command, f"--workdir={trained}")
             assert group.end() == [0] * count, group.printed()
         assert sum(path.is_file() for path in out.rglob("*")) == 66  # Only process 0 writes files.

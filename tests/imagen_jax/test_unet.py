@@ -185,9 +185,7 @@ def test_a_new_unet_returns_zeros_and_only_last_layers_of_blocks_are_zero():
         layer = path.rpartition("/")[0]
         if re.search(r"(_norm|/norm\w*)$", layer):
             assert (array == path.endswith("scale")).all(), path
-        elif layer == "out_conv" or re.search(
-            r"_res\w*/conv2$|resample/conv2$|attn(/\w+)?/out$", layer
-        ):
+        elif layer == "out_conv" or re.search(r"_res\w*/conv2$|resample/conv2$|attn(/\w+)?/out$", layer):
             assert (array == 0).all(), path
         elif array.ndim > 1 and path != "null_token":  # U(-1, 1) / sqrt(fan_in), torch's default.
             taps = np.prod(array.shape[:-2])
@@ -203,9 +201,7 @@ def test_dropout_acts_only_with_keys_and_depends_on_them():
     params, arguments = params_of(), inputs()
     plain = apply()(params, **arguments)
     np.testing.assert_array_equal(apply(dropout=0.5)(params, **arguments), plain)
-    draw = lambda seed: apply(dropout=0.5)(
-        params, **arguments, dropout_keys=jax.random.split(jax.random.key(seed), 2)
-    )
+    draw = lambda seed: apply(dropout=0.5)(params, **arguments, dropout_keys=jax.random.split(jax.random.key(seed), 2))
     np.testing.assert_array_equal(draw(0), draw(0))
     assert np.abs(draw(0) - draw(1)).max() > 0.1 and np.abs(draw(0) - plain).max() > 0.1
 
@@ -246,18 +242,13 @@ def test_the_text_mask_affects_only_attention(attention):
     params, arguments = params_of(attention=attention), inputs()
     y = apply(attention=attention)(params, **arguments)
     other = apply(attention=attention)(params, **arguments | {"text_mask": ~arguments["text_mask"]})
-    pooled = apply(attention=attention)(
-        params, **arguments | {"text": jnp.roll(arguments["text"], 1, axis=2)}
-    )
+    pooled = apply(attention=attention)(params, **arguments | {"text": jnp.roll(arguments["text"], 1, axis=2)})
     assert (np.abs(y - other).max() > 1e-3) == (attention == "fused")
     assert np.abs(y - pooled).max() > 1e-2  # The pooled text matters in both cases.
 
 
 def test_the_null_token_affects_texts_without_tokens():
-    params, arguments = (
-        params_of(null_token=True),
-        inputs() | {"text_mask": jnp.zeros((2, 5), bool)},
-    )
+    params, arguments = (params_of(null_token=True), inputs() | {"text_mask": jnp.zeros((2, 5), bool)})
     y = apply(null_token=True)(params, **arguments)
     changed = jax.tree.map(lambda leaf: leaf, params)
     changed["params"]["null_token"] = -changed["params"]["null_token"]
@@ -326,10 +317,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(attention="flash"), "unet.attention is 'flash': choose from fused, stacked, self"),
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
         (dict(attention_impl="triton"), "unet.attention_impl is 'triton': choose from auto, xla"),
-        (
-            dict(num_res_blocks=(1, 2)),
-            "unet.num_res_blocks (1, 2) has 2 entries, but unet.channel_mult has 1 levels: ",
-        ),
+        (dict(num_res_blocks=(1, 2)), "unet.num_res_blocks (1, 2) has 2 entries, but unet.channel_mult has 1 levels: "),
         (
             dict(image_size=6, channel_mult=(1, 2, 3)),
             "unet.image_size is 6, but with unet.patch=1 and 3 levels it must be a multiple of 4",
@@ -340,8 +328,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         ),
         (
             dict(image_size=16, channel_mult=(1, 2), attention_resolutions=(8, 4)),
-            "unet.attention_resolutions holds 4, but no level has this resolution: choose from "
-            "[16, 8]",
+            "unet.attention_resolutions holds 4, but no level has this resolution: choose from [16, 8]",
         ),
         (dict(embed_dim=48), "unet.embed_dim * 1 is 48: it must be a multiple of 32"),
         (dict(cond_dim=40), "unet.cond_dim is 40: it must be a multiple of 32, the number"),

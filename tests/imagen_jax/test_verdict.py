@@ -63,9 +63,7 @@ def test_drawn_copies_of_training_pictures_have_distance_0(holding_out, tmp_path
     np.testing.assert_array_equal(drawn, nearest)
 
 
-def test_a_judge_counts_the_drawn_pictures_that_fit_their_captions(
-    holding_out, tmp_path, monkeypatch
-):
+def test_a_judge_counts_the_drawn_pictures_that_fit_their_captions(holding_out, tmp_path, monkeypatch):
     params = {
         "image": judges.IMAGE.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"],
         "text": judges.TEXT.init(jax.random.key(1), jnp.zeros((1, 8), jnp.uint32))["params"],
@@ -83,19 +81,13 @@ def test_a_judge_counts_the_drawn_pictures_that_fit_their_captions(
     monkeypatch.setattr(verdict, "_drawn", lambda *_: (images, shown))
     rows = dict(verdict.verdict([holding_out], str(tmp_path / "judge"), tmp_path / "sheet.png"))
     assert rows["captions"].startswith("6 of 8 drawn pictures fit theirs")
-    assert rows["judge"] == (
-        "right about 97.2 (96.1 to 98.2) % of the real pictures that it was not trained on"
-    )
+    assert rows["judge"] == ("right about 97.2 (96.1 to 98.2) % of the real pictures that it was not trained on")
 
 
 @pytest.mark.parametrize(
     ("new", "old", "words"),
     [
-        (
-            0.031,
-            0.012,
-            "0.031 on 2 held-out pictures, against 0.012 on 2 training pictures: it mem",
-        ),
+        (0.031, 0.012, "0.031 on 2 held-out pictures, against 0.012 on 2 training pictures: it mem"),
         (0.012, 0.01, "it begins to memorise them"),
         (0.01, 0.01, "it does not memorise them"),
         (0.01, 0.02, "it does not memorise them"),
@@ -106,15 +98,11 @@ def test_the_ratio_of_the_losses_becomes_words(monkeypatch, new, old, words):
     losses, keys = iter([new, old]), np.arange(2, dtype=np.uint64)
     held = heldout.HeldOutRecords(1, {}, keys.astype(np.uint32), np.ones(1))
     monkeypatch.setattr(heldout, "open_records", lambda *_: held)
-    monkeypatch.setattr(
-        verdict, "Apart", lambda *_: types.SimpleNamespace(read=lambda n: (keys, {}))
-    )
+    monkeypatch.setattr(verdict, "Apart", lambda *_: types.SimpleNamespace(read=lambda n: (keys, {})))
     batches = types.SimpleNamespace(pictures=None, apart=(None, None, ()))
     inputs = types.SimpleNamespace(batches=batches, task=types.SimpleNamespace(measure=None))
     scorer = lambda records: lambda params: {"loss": next(losses)}
-    opened = types.SimpleNamespace(
-        s=types.SimpleNamespace(heldout=None), inputs=inputs, scorer=scorer
-    )
+    opened = types.SimpleNamespace(s=types.SimpleNamespace(heldout=None), inputs=inputs, scorer=scorer)
     assert words in verdict._compared_losses(opened, None)
 
 

@@ -38,8 +38,9 @@ def address(trained, tmp_path_factory):
     folder.mkdir(parents=True)
     rows = [
         {"guidance": g, "checkpoint": 3, "ema": ema, "fid": 9 + g, "fid_low": 8, "fid_high": 12}
-        for ema in ("ema", "raw") for g in (1.0, 3.0)
-    ]  # fmt: skip
+        for ema in ("ema", "raw")
+        for g in (1.0, 3.0)
+    ]
     sweep.write_table(folder / sweep.TABLE, rows)
     for n, row in enumerate(rows):
         pixels = np.full((8, 8, 3), 40 * n, np.uint8)
@@ -59,9 +60,16 @@ def test_the_page_and_its_links_draw_the_same_bytes_as_the_command(page, trained
     draw(page, "a <b>red</b> seven", guidance=3, steps=3)
     images = drawn(page)
     assert page.locator("#pictures b").count() == 0  # The prompt is shown as text, not as HTML.
-    ended = commands.run("sample", f"--workdir={trained}", "--prompt=a <b>red</b> seven",
-                         "--num_images=2", "--guidance=3", "--steps=3", f"--out={tmp_path}",
-                         devices=1)  # fmt: skip
+    ended = commands.run(
+        "sample",
+        f"--workdir={trained}",
+        "--prompt=a <b>red</b> seven",
+        "--num_images=2",
+        "--guidance=3",
+        "--steps=3",
+        f"--out={tmp_path}",
+        devices=1,
+    )
     assert ended.code == 0, ended.err
     assert images == [(tmp_path / f"seed_{n:06}.png").read_bytes() for n in (0, 1)]
     page.reload()
@@ -159,11 +167,7 @@ def test_the_page_fits_the_width_of_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 844})
     draw(page, count=3)
     drawn(page)
-    for tab, selector in (
-        ("draw", ".picture"),
-        ("sweeps", "svg .hit"),
-        ("training", "#curves svg"),
-    ):
+    for tab, selector in (("draw", ".picture"), ("sweeps", "svg .hit"), ("training", "#curves svg")):
         page.click(f"#tab-{tab}")
         expect(page.locator(selector).first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") == 390, tab
@@ -207,9 +211,7 @@ def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, e
 
 
 @pytest.mark.gate
-def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(
-    browser, trained, enlarger, tmp_path
-):
+def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(browser, trained, enlarger, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     with (
@@ -222,9 +224,10 @@ def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(
         page.locator("#canvas").click()  # This paints a dot in the middle.
         drawings = {}
         for use, flags in (
-            ("over", "--mask=mask.png --strength=0.5"), ("enlarge", "--low_res="),
+            ("over", "--mask=mask.png --strength=0.5"),
+            ("enlarge", "--low_res="),
             ("over again", "--mask=mask.png --strength=0.5"),
-        ):  # fmt: skip
+        ):
             page.select_option("#use", use.partition(" ")[0])
             if use == "over":
                 page.fill("#strength", "0.5")

@@ -31,9 +31,7 @@ class Transformer(nn.Module):
         self.text_in = nn.Linear(text_width, c)
         heads = c // unet.head_dim
         self.blocks = nn.ModuleList(
-            JointTransformerBlock(
-                c, heads, unet.head_dim, context_pre_only=i == unet.depth - 1, qk_norm="rms_norm"
-            )
+            JointTransformerBlock(c, heads, unet.head_dim, context_pre_only=i == unet.depth - 1, qk_norm="rms_norm")
             for i in range(unet.depth)
         )
         self.out_emb, self.out = nn.Linear(c, 2 * c), nn.Linear(c, 3 * patch**2)
@@ -107,9 +105,7 @@ def state_dict(unet, params):
                 linear(f"{theirs}.attn.{names[part]}", kernel, bias)
             norm = "norm_" if stream == "image" else "norm_added_"
             for part in set(parts) - {"v"}:
-                state[f"{theirs}.attn.{norm}{part}.weight"] = params[
-                    f"{ours}/{stream}_{part}_norm/scale"
-                ]
+                state[f"{theirs}.attn.{norm}{part}.weight"] = params[f"{ours}/{stream}_{part}_norm/scale"]
             if stream == "image" or not last:
                 out, ff = ("to_out.0", "ff") if stream == "image" else ("to_add_out", "ff_context")
                 layer(f"{theirs}.attn.{out}", f"{ours}/{stream}_out")
@@ -126,9 +122,7 @@ def reference(unet, params, inputs, cotangent):
     # The last block has unused layers for the text's queries.
     last = f"blocks.{unet.depth - 1}.attn."
     expected = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}
-    assert unused == {last + name for name in expected} and len(state) + 3 == len(
-        list(model.parameters())
-    )
+    assert unused == {last + name for name in expected} and len(state) + 3 == len(list(model.parameters()))
     x = torch.tensor(np.asarray(inputs["x"]), requires_grad=True)
     image = lambda a: torch.as_tensor(np.asarray(a)).permute(0, 3, 1, 2)
     rows = []

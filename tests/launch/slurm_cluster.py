@@ -85,9 +85,15 @@ class Cluster:
     def ask(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's programs, and return the completed process."""
         return subprocess.run(
-            command, input=text, text=True, capture_output=True, cwd=self.folder,
-            env=self.environment, timeout=120, check=False,
-        )  # fmt: skip
+            command,
+            input=text,
+            text=True,
+            capture_output=True,
+            cwd=self.folder,
+            env=self.environment,
+            timeout=120,
+            check=False,
+        )
 
     def run(self, *command: str, text: str = "") -> str:
         """Run one of Slurm's programs, and return its output."""
@@ -150,11 +156,15 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
     (folder / "munge.key").chmod(0o600)
     folder.chmod(0o755)
     cluster = Cluster(folder)
-    munge = [f"--{name}={folder}/munge.{name.removesuffix('-file')}"
-             for name in ("key-file", "pid-file", "log-file", "seed-file", "socket")]  # fmt: skip
-    commands = {"munged": ("munged", "--foreground", "--force", *munge),
-                "slurmctld": ("slurmctld", "-D"),
-                **{node: ("slurmd", "-D", "-N", node) for node in NODES}}  # fmt: skip
+    munge = [
+        f"--{name}={folder}/munge.{name.removesuffix('-file')}"
+        for name in ("key-file", "pid-file", "log-file", "seed-file", "socket")
+    ]
+    commands = {
+        "munged": ("munged", "--foreground", "--force", *munge),
+        "slurmctld": ("slurmctld", "-D"),
+        **{node: ("slurmd", "-D", "-N", node) for node in NODES},
+    }
     try:
         idle = ("sinfo", "-h", "-o", "%D", "-t", "idle", "-p", "urgent")
         ready = {

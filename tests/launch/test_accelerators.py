@@ -22,19 +22,11 @@ from launch import accelerators
         ("gb200:8", 8, 2, 4, 72),
     ],
 )
-def test_an_accelerators_name_determines_its_devices_hosts_and_slices(
-    name, devices, hosts, per_host, island
-):
+def test_an_accelerators_name_determines_its_devices_hosts_and_slices(name, devices, hosts, per_host, island):
     accelerator = accelerators.parse(name)
-    assert (accelerator.devices, accelerator.hosts, accelerator.devices_per_host) == (
-        devices,
-        hosts,
-        per_host,
-    )
+    assert (accelerator.devices, accelerator.hosts, accelerator.devices_per_host) == (devices, hosts, per_host)
     assert accelerator.island == island
-    assert (
-        accelerator.devices == accelerator.hosts * accelerator.devices_per_host * accelerator.slices
-    )
+    assert accelerator.devices == accelerator.hosts * accelerator.devices_per_host * accelerator.slices
     assert f"{accelerator.name}:{accelerator.topology}" == name.removesuffix("*2")
 
 

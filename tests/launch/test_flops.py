@@ -70,9 +70,7 @@ def test_flops_of_loops_are_multiplied_and_the_costliest_branch_counts():
 
     assert count(looped, (4, 4)) == 5 * 2 * 4**3
     assert count(branched, (4, 4)) == 2 * 2 * 4**3
-    assert count(jax.checkpoint(lambda x: jnp.einsum("bij,bkj->bik", x, x)), (3, 4, 5)) == (
-        2 * 3 * 4 * 4 * 5
-    )
+    assert count(jax.checkpoint(lambda x: jnp.einsum("bij,bkj->bik", x, x)), (3, 4, 5)) == (2 * 3 * 4 * 4 * 5)
 
 
 def test_cudnn_attention_is_counted_like_plain_attention():

@@ -59,10 +59,15 @@ def rendered(validator):
 @pytest.fixture(scope="module")
 def tpu(rendered):
     ((manifest,), _) = rendered(
-        BASE, *THERE, "--job.accelerator=v6e:16x16*2", "--job.gke.spot=true",
-        "--job.gke.queue=team", "--job.secrets=('HF_TOKEN',)",
-        "--job.overrides=('optimizer.lr=2e-4',)", before=None,
-    )  # fmt: skip
+        BASE,
+        *THERE,
+        "--job.accelerator=v6e:16x16*2",
+        "--job.gke.spot=true",
+        "--job.gke.queue=team",
+        "--job.secrets=('HF_TOKEN',)",
+        "--job.overrides=('optimizer.lr=2e-4',)",
+        before=None,
+    )
     return manifest
 
 
@@ -107,9 +112,13 @@ def test_a_tpu_job_has_one_pod_per_host_in_each_slice(tpu):
 def test_the_container_runs_the_command_with_an_unmounted_bucket_as_workdir(tpu):
     _, job, pod, container = parts(tpu)
     assert [*container["command"], *container["args"]] == [
-        "python", "-m", "imagen_jax.train", "--config=configs/base64_500m.py",
-        "--config.optimizer.lr=2e-4", "--workdir=gs://bucket/runs/base64",
-    ]  # fmt: skip
+        "python",
+        "-m",
+        "imagen_jax.train",
+        "--config=configs/base64_500m.py",
+        "--config.optimizer.lr=2e-4",
+        "--workdir=gs://bucket/runs/base64",
+    ]
     assert container["image"] == "registry/name:tag"
     assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
     assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
@@ -120,9 +129,8 @@ def test_a_manifest_refers_to_a_secret_without_containing_its_value(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
         {"name": "LIBTPU_INIT_ARGS", "value": TPU},
-        {"name": "HF_TOKEN", "valueFrom": {
-            "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
-    ]  # fmt: skip
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
+    ]
 
 
 def outcome(manifest, code):
@@ -134,8 +142,7 @@ def outcome(manifest, code):
     if matched:
         reason = "PodFailurePolicy"
         message = (
-            f"Container main for pod default/p failed with exit code {code} matching FailJob rule "
-            f"at index {matched[0]}"
+            f"Container main for pod default/p failed with exit code {code} matching FailJob rule at index {matched[0]}"
         )
     for rule in manifest["spec"]["failurePolicy"]["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [""])
@@ -178,9 +185,7 @@ def test_a_sweep_gives_one_manifest_per_run_and_a_table(sweep):
     assert [a[2:] for a in arguments] == [
         [f"--config.seed={i}", f"--workdir=gs://bucket/runs/base64/{i}"] for i in range(3)
     ]
-    assert table == "".join(
-        f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3)
-    )
+    assert table == "".join(f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3))
 
 
 def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
@@ -197,10 +202,14 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
                             env: [{name: TPU_LOG, value: "1"}]}]}}}}
     """
     ((manifest,), _) = rendered(
-        BASE, *THERE, "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2', 'A=$(B) $$ $C')",
-        "--job.restarts=3", "--job.flags=('--only=$(HOME)',)",
-        "--job.overrides=('data.path=/gcs/pictures/laion/*.tar',)", f"--job.gke.patch={patch}",
-    )  # fmt: skip
+        BASE,
+        *THERE,
+        "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2', 'A=$(B) $$ $C')",
+        "--job.restarts=3",
+        "--job.flags=('--only=$(HOME)',)",
+        "--job.overrides=('data.path=/gcs/pictures/laion/*.tar',)",
+        f"--job.gke.patch={patch}",
+    )
     _, job, pod, container = parts(manifest)
     env = {row["name"]: row["value"] for row in container["env"]}
     assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == (f"--a=true --b=2 {TPU}", "1")
@@ -212,12 +221,12 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert len(pod["nodeSelector"]) == 3
     assert job["template"]["metadata"]["annotations"] == {
-        "gke-gcsfuse/volumes": "true", "gke-gcsfuse/memory-limit": "4Gi",
-    }  # fmt: skip
+        "gke-gcsfuse/volumes": "true",
+        "gke-gcsfuse/memory-limit": "4Gi",
+    }
     assert manifest["metadata"]["labels"] == {"app": "base64-500m", "team": "images"}
     mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
-    buckets = {v["name"]: v["csi"]["volumeAttributes"]["bucketName"]
-               for v in pod["volumes"] if "csi" in v}  # fmt: skip
+    buckets = {v["name"]: v["csi"]["volumeAttributes"]["bucketName"] for v in pod["volumes"] if "csi" in v}
     assert "/gcs/bucket" not in mounted
     assert buckets[mounted["/gcs/pictures"]] == "pictures"
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
@@ -247,19 +256,21 @@ def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
         ((*THERE, "--job.name=Base"), "job.name is 'Base': use at most 40 lower-case letters"),
-        ((*THERE, "--job.accelerator=h100:8", "--job.overrides=('mesh.fsdp=3',)"),
-         "mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8"),
-        ((*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
-         "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices"),
-        ((*THERE, "--job.accelerator=h100:24"),
-         "batch_size 4096 is not divisible by replica 1 x fsdp 24 = 24"),
+        (
+            (*THERE, "--job.accelerator=h100:8", "--job.overrides=('mesh.fsdp=3',)"),
+            "mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8",
+        ),
+        (
+            (*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
+            "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices",
+        ),
+        ((*THERE, "--job.accelerator=h100:24"), "batch_size 4096 is not divisible by replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
         ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),
-        (("--job=launch/jobs/scalin.py",),
-         "'launch/jobs/scalin.py': did you mean launch/jobs/scaling.py?"),
+        (("--job=launch/jobs/scalin.py",), "'launch/jobs/scalin.py': did you mean launch/jobs/scaling.py?"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2': there is no such file"),
     ],
-)  # fmt: skip
+)
 def test_invalid_gke_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
     assert message in refused("gke", BASE, *arguments)
 

@@ -15,20 +15,35 @@ TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--confi
 @pytest.mark.parametrize(
     ("line", "kind", "size", "groups"),
     [
-        ("%a = f32[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], x", "all-gather", 128,
-         [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("%a = bf16[8]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0)", "all-reduce", 16,
-         [[0, 2], [1, 3]]),
-        ("%a = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, t",
-         "all-reduce", 20, [[0, 1], [2, 3]]),
-        ("%a = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, d",
-         "reduce-scatter", 16, [[0, 2], [1, 3]]),
-        ("%a = f32[2]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=1,'c'=3], "
-         "device_ids=([3,2]T(1,0)) {'c'}, x={1}", "all-reduce", 8, [[0, 2, 4], [1, 3, 5]]),
-        ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups=[1,4]<=[4]", "all-gather", 32,
-         [[0, 1, 2, 3]]),
+        (
+            "%a = f32[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], x",
+            "all-gather",
+            128,
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ),
+        ("%a = bf16[8]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0)", "all-reduce", 16, [[0, 2], [1, 3]]),
+        (
+            "%a = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, t",
+            "all-reduce",
+            20,
+            [[0, 1], [2, 3]],
+        ),
+        (
+            "%a = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, d",
+            "reduce-scatter",
+            16,
+            [[0, 2], [1, 3]],
+        ),
+        (
+            "%a = f32[2]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=1,'c'=3], "
+            "device_ids=([3,2]T(1,0)) {'c'}, x={1}",
+            "all-reduce",
+            8,
+            [[0, 2, 4], [1, 3, 5]],
+        ),
+        ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups=[1,4]<=[4]", "all-gather", 32, [[0, 1, 2, 3]]),
     ],
-)  # fmt: skip
+)
 def test_collectives_are_read_from_hlo_text(line, kind, size, groups):
     (collective,) = traffic.of_hlo(line)
     assert (collective.kind, collective.size) == (kind, size)
@@ -36,8 +51,7 @@ def test_collectives_are_read_from_hlo_text(line, kind, size, groups):
 
 
 @pytest.mark.parametrize(
-    ("transfer", "kind", "size"),
-    [("ALL_REDUCE", "all-reduce", 128), ("ALL_GATHER", "all-gather", 256)],
+    ("transfer", "kind", "size"), [("ALL_REDUCE", "all-reduce", 128), ("ALL_GATHER", "all-gather", 256)]
 )
 def test_transfers_between_slices_are_read_from_hlo_text(transfer, kind, size):
     line = (
@@ -68,9 +82,7 @@ def test_collectives_with_the_same_channel_count_once():
 
 
 def test_unreadable_groups_of_devices_are_an_error():
-    with pytest.raises(
-        ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"
-    ):
+    with pytest.raises(ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"):
         traffic.of_hlo("%a = f32[8] all-reduce(%x), replica_groups=nobody, x")
 
 
@@ -90,9 +102,7 @@ def test_the_slower_of_nvlink_and_network_determines_the_time():
 
 @pytest.fixture(scope="module")
 def figures():
-    ended = commands.run(
-        "launch.plan", *TINY, "--target=h100:16", "--fast", "--json", "--config.batch_size=64"
-    )
+    ended = commands.run("launch.plan", *TINY, "--target=h100:16", "--fast", "--json", "--config.batch_size=64")
     assert ended.code == 0, ended.err
     return json.loads(ended.out.splitlines()[-1])
 
@@ -136,9 +146,7 @@ def test_the_plan_says_if_the_model_does_not_fit_and_suggests_settings():
     ],
 )
 def test_a_plan_warns_about_few_samples_per_device(target, batch, warning):
-    ended = commands.run(
-        "launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}"
-    )
+    ended = commands.run("launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}")
     assert ended.code == 0, ended.err
     assert warning in ended.out
     assert bool(warning) == ("samples per pass" in ended.out or "micro batch has" in ended.out)
@@ -151,9 +159,13 @@ def test_a_plan_for_nemos_gpus_gets_nemos_batch_size_per_gpu():
     This machine cannot compile cuDNN's attention, so the plan uses another one.
     """
     ended = commands.run(
-        "launch.plan", "--config=configs/base64_500m.py", "--target=a100-80gb:32", "--fast",
-        "--json", "--config.unet.attention_impl=cudnn",
-    )  # fmt: skip
+        "launch.plan",
+        "--config=configs/base64_500m.py",
+        "--target=a100-80gb:32",
+        "--fast",
+        "--json",
+        "--config.unet.attention_impl=cudnn",
+    )
     assert ended.code == 0, ended.err
     f = json.loads(ended.out.splitlines()[-1])
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
@@ -168,9 +180,7 @@ def test_a_plan_for_nemos_gpus_gets_nemos_batch_size_per_gpu():
 @pytest.mark.slow
 def test_the_advice_explains_why_plain_data_parallelism_does_not_fit():
     """The state of base64_2b takes 35 GB."""
-    ended = commands.run(
-        "launch.plan", "--config=configs/base64_2b.py", "--target=a100:8", "--fast", "--json"
-    )
+    ended = commands.run("launch.plan", "--config=configs/base64_2b.py", "--target=a100:8", "--fast", "--json")
     assert ended.code == 0, ended.err
     f = json.loads(ended.out.splitlines()[-1])
     advice = f["advice"][-1]

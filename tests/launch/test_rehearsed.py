@@ -37,9 +37,7 @@ def test_a_run_is_rehearsed_and_then_submitted(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_rehearsal_fails_is_not_submitted(tmp_path):
-    ended, taken = launch(
-        tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=(('sampler.name=heun(wrong=1)',),)"
-    )
+    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=(('sampler.name=heun(wrong=1)',),)")
     assert ended.returncode == 2 and taken == ""
     (line,) = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
     assert line.startswith("error: the rehearsal of quickstart-0 fails: error: ")

@@ -22,11 +22,16 @@ STAND_INS = {
 @pytest.fixture(scope="module")
 def rendered():
     return printed(
-        "slurm", SWEEP, "--job.workdir=/shared/runs", "--job.accelerator=h100:16",
-        "--job.image=registry#name:tag", "--job.overrides=(\"prompts=('a b',)\",)",
-        "--job.slurm.partition=gpu", "--job.slurm.setup=export READY=1",
+        "slurm",
+        SWEEP,
+        "--job.workdir=/shared/runs",
+        "--job.accelerator=h100:16",
+        "--job.image=registry#name:tag",
+        "--job.overrides=(\"prompts=('a b',)\",)",
+        "--job.slurm.partition=gpu",
+        "--job.slurm.setup=export READY=1",
         "--job.secrets=('HF_TOKEN',)",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +45,7 @@ def test_the_script_starts_one_process_per_node_with_all_gpus(script):
         for line in script.splitlines()
         if line.startswith("#SBATCH --") and "=" in line
     )
-    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == (
-        "2", "1", "8",
-    )  # fmt: skip
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "8")
     assert (options["partition"], options["signal"]) == ("gpu", "B:USR1@300")
     assert "account" not in options and "#SBATCH --requeue\n" in script
     assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7\n" in script
@@ -56,9 +59,13 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
         path.write_text(f"#!/bin/bash\n{content}\n")
         path.chmod(0o755)
     environment = {
-        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "WORK": work,
-        "CODE": str(code), **environment,
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "WORK": work,
+        "CODE": str(code),
+        **environment,
+    }
     process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment)
     if signal:
         deadline, pid = time.monotonic() + 120, folder / "pid"
@@ -73,12 +80,15 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
 def test_srun_receives_the_complete_command(script, tmp_path):
     code, calls = run(script, tmp_path, HF_TOKEN="x")
     shared = tmp_path / "shared"
-    assert (code, calls) == (0, [
-        "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
-        f"--container-mounts {shared}/runs/1:{shared}/runs/1 "
-        "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
-        f"--config.seed=1 --workdir={shared}/runs/1"
-    ])  # fmt: skip
+    assert (code, calls) == (
+        0,
+        [
+            "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
+            f"--container-mounts {shared}/runs/1:{shared}/runs/1 "
+            "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
+            f"--config.seed=1 --workdir={shared}/runs/1"
+        ],
+    )
 
 
 def test_at_the_time_limit_the_run_is_signalled_to_save_and_requeued(script, tmp_path):
@@ -98,10 +108,7 @@ def test_a_run_with_bad_input_is_not_requeued(script, tmp_path):
 
 
 def test_a_crashed_run_is_requeued_up_to_job_restarts_times(tmp_path):
-    text, _ = printed(
-        "slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8",
-        "--job.restarts=2",
-    )  # fmt: skip
+    text, _ = printed("slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8", "--job.restarts=2")
     for times, ended in enumerate([1, 134, exits.BUSY], start=1):
         code, calls = run(text, tmp_path, code=ended)
         assert code == ended
@@ -113,9 +120,7 @@ JOB = Job("run", "imagen_jax.train", "", (), (), (), "h100:8", "", "/x", ())
 SLURM = slurm.Slurm("", "", "24:00:00", 300, "")
 
 
-def test_three_preemptions_without_a_new_checkpoint_end_a_run(
-    tmp_path,
-):
+def test_three_preemptions_without_a_new_checkpoint_end_a_run(tmp_path):
     run_of = JobRun("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
     text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
     ends, calls = [], []
@@ -126,9 +131,7 @@ def test_three_preemptions_without_a_new_checkpoint_end_a_run(
     for code in [143, 143, 143, 143]:
         ended, calls = run(text, tmp_path, code=code)
         ends.append((ended, calls.count("scontrol requeue 7")))
-    assert ends == [
-        (143, 1), (143, 2), (1, 3), (143, 4), (143, 5), (143, 6), (143, 7), (1, 7), (1, 7),
-    ]  # fmt: skip
+    assert ends == [(143, 1), (143, 2), (1, 3), (143, 4), (143, 5), (143, 6), (143, 7), (1, 7), (1, 7)]
     # The last start ended before srun.
     assert sum(line.startswith("srun") for line in calls) == 8
 
@@ -157,10 +160,7 @@ def test_time_limits_are_parsed_like_sbatch(time, seconds, reading):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"time": "2:00"},
-            "job.slurm.time=2:00 means 0 h 2 min 0 s, which is not longer than job.",
-        ),
+        ({"time": "2:00"}, "job.slurm.time=2:00 means 0 h 2 min 0 s, which is not longer than job."),
         ({"time": "5:00"}, "write hours as 5:00:00, or choose a smaller job.slurm.grace"),
         ({"time": "1h"}, "job.slurm.time is '1h': write HOURS:MINUTES:SECONDS, such as 24:00:00"),
         ({"options": ("exclusive",)}, "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
@@ -191,24 +191,30 @@ def test_containers_mount_every_path_of_config_and_flags(tmp_path):
     weights = tmp_path / "inception.safetensors"
     weights.touch()
     text, _ = printed(
-        "slurm", BASE, "--job.workdir=/shared/runs/x", "--job.accelerator=h100:8",
-        "--job.image=registry#name:tag", "--job.mounts=('/home/me/cache',)",
+        "slurm",
+        BASE,
+        "--job.workdir=/shared/runs/x",
+        "--job.accelerator=h100:8",
+        "--job.image=registry#name:tag",
+        "--job.mounts=('/home/me/cache',)",
         "--job.overrides=('data.path=/data/laion/{000..100}.tar', "
         f"'evaluation.inception={weights}', 'evaluation.reference=/data/coco.npz')",
-    )  # fmt: skip
+    )
     mounts = text.split("--container-mounts ")[1].split()[0].split(",")
     assert mounts == [
-        f"{folder}:{folder}"
-        for folder in ("/shared/runs/x", *sorted(["/data", "/home/me/cache", str(tmp_path)]))
+        f"{folder}:{folder}" for folder in ("/shared/runs/x", *sorted(["/data", "/home/me/cache", str(tmp_path)]))
     ]
 
 
 def test_env_and_slurm_options_are_in_the_script():
     text, notes = printed(
-        "slurm", BASE, "--job.workdir=/x", "--job.accelerator=h100:8",
+        "slurm",
+        BASE,
+        "--job.workdir=/x",
+        "--job.accelerator=h100:8",
         "--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')",
         "--job.slurm.options=('--reservation=ours',)",
-    )  # fmt: skip
+    )
     header, body = text.split("\n\n", 1)
     assert "#SBATCH --reservation=ours" in header
     assert notes.splitlines()[-1] == "job.slurm.time=24:00:00 means 24 h 0 min 0 s"
@@ -245,9 +251,14 @@ def test_with_a_workdir_in_a_bucket_crashes_are_counted_beside_the_log():
 
 def test_a_config_can_have_an_argument():
     text, _ = printed(
-        "slurm", BASE, "--job.command=sd_jax.mlperf", "--job.config=configs/sd2_mlperf.py:2048",
-        "--job.workdir=/x", "--job.accelerator=h100:8", "--job.flags=('--mode=train',)",
-    )  # fmt: skip
+        "slurm",
+        BASE,
+        "--job.command=sd_jax.mlperf",
+        "--job.config=configs/sd2_mlperf.py:2048",
+        "--job.workdir=/x",
+        "--job.accelerator=h100:8",
+        "--job.flags=('--mode=train',)",
+    )
     assert "sd_jax.mlperf --config=configs/sd2_mlperf.py:2048 --mode=train --workdir=/x" in text
 
 
@@ -255,14 +266,20 @@ def test_a_config_can_have_an_argument():
     ("arguments", "message"),
     [
         (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "choose GPUs for Slurm, such as"),
-        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.partition=a\nb"),
-         "job.slurm.partition holds 'a\\nb': remove line breaks"),
-        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
-         "job.env holds 'A B=1': write NAME=VALUE"),
+        (
+            ("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.partition=a\nb"),
+            "job.slurm.partition holds 'a\\nb': remove line breaks",
+        ),
+        (
+            ("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
+            "job.env holds 'A B=1': write NAME=VALUE",
+        ),
         (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes can"),
-        (("--job.workdir=gs://b/x", "--job.accelerator=h100:8",
-          "--job.command=benchmarks.scaling", "--job.config="), "of a folder that all nodes"),
+        (
+            ("--job.workdir=gs://b/x", "--job.accelerator=h100:8", "--job.command=benchmarks.scaling", "--job.config="),
+            "of a folder that all nodes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_slurm_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
     assert message in refused("slurm", BASE, *arguments)

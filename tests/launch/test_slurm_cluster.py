@@ -43,10 +43,15 @@ def submit(cluster, tmp_path):
         folder = tmp_path / name
         setup = f"export PATH={pathlib.Path(sys.executable).parent}:$PATH; cd {ROOT}"
         text, _ = printed(
-            "slurm", BASE, f"--job.command={command}", f"--job.config={config}",
-            f"--job.workdir={folder}", f"--job.slurm.setup={setup}", "--job.slurm.time=",
+            "slurm",
+            BASE,
+            f"--job.command={command}",
+            f"--job.config={config}",
+            f"--job.workdir={folder}",
+            f"--job.slurm.setup={setup}",
+            "--job.slurm.time=",
             *arguments,
-        )  # fmt: skip
+        )
         submitted.append(cluster.submit(text))
         return submitted[-1], folder
 
@@ -67,9 +72,11 @@ def wait_for(path, lines=1, seconds=300):
 @pytest.mark.parametrize("partition", ["graceful", "abrupt"])
 def test_a_preempted_run_is_requeued_and_continues(cluster, submit, partition):
     number, folder = submit(
-        "--job.accelerator=h100:16", f"--job.slurm.partition={partition}",
-        "--job.env=('TOLD=a \"word\" $HOME',)", "--job.restarts=0",
-    )  # fmt: skip
+        "--job.accelerator=h100:16",
+        f"--job.slurm.partition={partition}",
+        "--job.env=('TOLD=a \"word\" $HOME',)",
+        "--job.restarts=0",
+    )
     wait_for(folder / "starts", 2)
     cluster.submit(URGENT)
     cluster.wait(number, "RUNNING", restarts=1)
@@ -89,12 +96,16 @@ def train(submit):
     def run(*more, name="run", **changes):
         changes = (f"{field}={value}" for field, value in changes.items())
         overrides = (*(o.removeprefix("--config.") for o in TINY[1:]), *changes)
-        env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}",
-               f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
+        env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}", f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")
         return submit(
-            "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}", *more,
-            command="tests.launch.train_slowly", config="configs/quickstart.py", name=name,
-        )  # fmt: skip
+            "--job.accelerator=h100:8",
+            f"--job.overrides={overrides}",
+            f"--job.env={env}",
+            *more,
+            command="tests.launch.train_slowly",
+            config="configs/quickstart.py",
+            name=name,
+        )
 
     return run
 
@@ -134,9 +145,7 @@ def test_preemption_and_a_lost_node_do_not_change_the_trained_weights(cluster, t
         runs_of = json.loads((folder / run_log.MANIFEST).read_text())["runs"]
         assert name == "preempted" or runs_of[1]["first_step"] % 50 == 0
         assert 50 <= runs_of[1]["first_step"] < 400
-        last, expected = (
-            run_log.read_metrics(f / run_log.METRICS)[-1] for f in (folder, undisturbed)
-        )
+        last, expected = (run_log.read_metrics(f / run_log.METRICS)[-1] for f in (folder, undisturbed))
         for metric in ("step", "loss", "grad_norm", "param_norm"):
             assert last[metric] == expected[metric]
         jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
@@ -153,9 +162,8 @@ def parameters(workdir):
 
 def test_a_run_at_its_time_limit_is_requeued(cluster, submit):
     number, folder = submit(
-        "--job.accelerator=h100:1", "--job.slurm.time=1", "--job.slurm.grace=30",
-        "--job.restarts=0",
-    )  # fmt: skip
+        "--job.accelerator=h100:1", "--job.slurm.time=1", "--job.slurm.grace=30", "--job.restarts=0"
+    )
     wait_for(folder / "starts", 2)
     (folder / "done").touch()
     # Slurm's signal can be a minute early, so with a limit of one minute it may come immediately.
@@ -164,9 +172,7 @@ def test_a_run_at_its_time_limit_is_requeued(cluster, submit):
 
 
 def test_a_crashed_run_is_requeued_up_to_job_restarts_times(cluster, submit):
-    number, folder = submit(
-        "--job.accelerator=h100:1", "--job.restarts=2", "--job.flags=('--ends=1',)"
-    )
+    number, folder = submit("--job.accelerator=h100:1", "--job.restarts=2", "--job.flags=('--ends=1',)")
     ended = cluster.wait(number, "FAILED", restarts=2)
     assert ended["ExitCode"] == "1:0"
     assert (folder / f"crashes-{number}").read_text() == "1\n1\n1\n"
@@ -200,9 +206,7 @@ def test_a_run_requeued_by_scontrol_continues(cluster, submit):
 
 
 def test_options_of_sbatch_reach_slurm(cluster, submit):
-    number, folder = submit(
-        "--job.accelerator=h100:1", "--job.slurm.options=('--comment=ours', '--exclude=n1')"
-    )
+    number, folder = submit("--job.accelerator=h100:1", "--job.slurm.options=('--comment=ours', '--exclude=n1')")
     wait_for(folder / "starts")
     job = cluster.job(number)
     assert (job["Comment"], job["NodeList"]) == ("ours", "n2")

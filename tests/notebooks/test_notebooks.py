@@ -14,14 +14,8 @@ from tests.sd_jax import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = {
-    "imagen_quickstart": {
-        "CONFIG": shlex.join([*TINY, "--config.steps=3"]),
-        "SCALES": "--guidance=2 --num_heldout=1",
-    },
-    "sd_quickstart": {
-        "VAE_CONFIG": shlex.join(tiny.VAE_FLAGS),
-        "CONFIG": shlex.join(tiny.FLAGS),
-    },
+    "imagen_quickstart": {"CONFIG": shlex.join([*TINY, "--config.steps=3"]), "SCALES": "--guidance=2 --num_heldout=1"},
+    "sd_quickstart": {"VAE_CONFIG": shlex.join(tiny.VAE_FLAGS), "CONFIG": shlex.join(tiny.FLAGS)},
 }
 PICTURES = {"imagen_quickstart": 4, "sd_quickstart": 3}
 
@@ -83,17 +77,17 @@ def shipped(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_without_errors_and_shows_its_pictures(
-    name, shipped, tmp_path, monkeypatch
-):
+def test_a_notebook_runs_without_errors_and_shows_its_pictures(name, shipped, tmp_path, monkeypatch):
     """Run a tiny version in a fresh kernel in the project's folder."""
     workdir = tmp_path / "run"
     settings = NOTEBOOKS[name] | {
-        "WORKDIR": str(workdir), "SHIPPED": str(shipped), "JAX_PLATFORMS": "cpu",
+        "WORKDIR": str(workdir),
+        "SHIPPED": str(shipped),
+        "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "XLA_FLAGS": f"{commands.XLA_FLAGS} --xla_force_host_platform_device_count=1",
-    }  # fmt: skip
+    }
     monkeypatch.delenv("MPLBACKEND", raising=False)
     for variable, value in settings.items():
         monkeypatch.setenv(variable, value)

@@ -68,14 +68,10 @@ def _check_case(case: Mapping[str, np.ndarray]) -> None:
     if not any(name.startswith("sd/") for name in case):
         missing.append("sd/<parameter>")
     if missing:
-        raise ValueError(
-            f"the case lacks {', '.join(missing)}: it holds {', '.join(sorted(case)[:8])} ..."
-        )
+        raise ValueError(f"the case lacks {', '.join(missing)}: it holds {', '.join(sorted(case)[:8])} ...")
 
 
-def _case_inputs(
-    case: Mapping[str, np.ndarray], unet: UNet | EfficientUNet
-) -> dict[str, jax.Array]:
+def _case_inputs(case: Mapping[str, np.ndarray], unet: UNet | EfficientUNet) -> dict[str, jax.Array]:
     inputs = {
         "x": _nhwc(case["in/x"]),
         "time": _float32(case["in/time"]),
@@ -107,7 +103,5 @@ def _error(ours: jax.Array | None, reference: np.ndarray | None) -> float | None
         return None
     reference_nhwc = _nhwc(reference)
     if reference_nhwc.shape != ours.shape:
-        raise ValueError(
-            f"the case's output has shape {reference_nhwc.shape}, but ours has {ours.shape}"
-        )
+        raise ValueError(f"the case's output has shape {reference_nhwc.shape}, but ours has {ours.shape}")
     return float(jnp.abs(ours - reference_nhwc).max())

@@ -95,8 +95,12 @@ def _unet_outputs(unet: UNet, params: Any, case: Arrays) -> dict[str, jax.Array]
         return unet.apply(params, x, t, text, capture_intermediates=layers, mutable="intermediates")
 
     outputs = {}
-    kinds = {"y": ("x", "t", "ctx"), "y_frac": ("x", "t_frac", "ctx"),
-             "y_ns": ("x_ns", "t_ns", "ctx"), "y_ctx_padded": ("x", "t", "ctx_padded")}  # fmt: skip
+    kinds = {
+        "y": ("x", "t", "ctx"),
+        "y_frac": ("x", "t_frac", "ctx"),
+        "y_ns": ("x_ns", "t_ns", "ctx"),
+        "y_ctx_padded": ("x", "t", "ctx_padded"),
+    }
     case = {"t_ns": np.full(len(case.get("x_ns", ())), 500)} | dict(case)
     for name, inputs in kinds.items():
         if name not in case:
@@ -119,20 +123,12 @@ def _activations(unet: UNet, captured: Any, case: Arrays) -> dict[str, jax.Array
     return values
 
 
-def _losses(
-    unet: UNet, params: Any, case: Arrays, predicts: str, dialect: str
-) -> dict[str, jax.Array | np.ndarray]:
+def _losses(unet: UNet, params: Any, case: Arrays, predicts: str, dialect: str) -> dict[str, jax.Array | np.ndarray]:
     table = noise.ldm_log_alphas()
     sigma = noise.sigma_at(table, jnp.asarray(_needed(case, "t"), jnp.float32))
     kind = precond.epsilon if predicts == "eps" else precond.velocity
     x0, eps, text = (_needed(case, key) for key in ("x", "noise", "ctx"))
-    arrays = (
-        _nhwc(x0),
-        _nhwc(eps),
-        sigma,
-        jnp.asarray(text),
-        kind(noise.time_of(table))(sigma),
-    )
+    arrays = (_nhwc(x0), _nhwc(eps), sigma, jnp.asarray(text), kind(noise.time_of(table))(sigma))
     loss, gradient = _loss_and_gradient(unet)(params, *arrays)
     gradients = names.unet_to_torch(gradient, unet, dialect)
     norms = {name: np.linalg.norm(g) for name, g in gradients.items()}
@@ -174,10 +170,7 @@ def ldm_vae(config: Mapping[str, Any]) -> VAE:
 
 def _vae(weights: Arrays, meta: Mapping[str, Any], case: Arrays) -> tuple[dict[str, Any], int]:
     config = meta["config"]
-    if "block_out_channels" in config:
-        model = formats.vae_from_diffusers(config)
-    else:
-        model = ldm_vae(config)
+    model = formats.vae_from_diffusers(config) if "block_out_channels" in config else ldm_vae(config)
     params = jax.tree.map(jnp.asarray, names.vae_from_torch(weights, model))
     known: dict[str, jax.Array] = {}
     if "x" in case:
@@ -197,9 +190,7 @@ def _encoded(model: VAE, params: Any, case: Arrays) -> dict[str, jax.Array]:
         # model.encode rejects sizes that cannot be halved at each level. For such sizes, the
         # reference drops the last pixels.
         encoder = lambda model, x: model.encoder(x)
-        return model.apply(
-            params, x, method=encoder, capture_intermediates=layers, mutable="intermediates"
-        )
+        return model.apply(params, x, method=encoder, capture_intermediates=layers, mutable="intermediates")
 
     moments, state = encode(params, _nhwc(case["x"]))
     before_quant = state["intermediates"]["encoder"]["out_conv"]["__call__"][0]
@@ -214,9 +205,7 @@ def _encoded(model: VAE, params: Any, case: Arrays) -> dict[str, jax.Array]:
 def _report(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
     for name, (ours, theirs) in pairs.items():
         if ours.shape != theirs.shape:
-            raise ValueError(
-                f"the case's {name} has shape {theirs.shape}, but ours has {ours.shape}"
-            )
+            raise ValueError(f"the case's {name} has shape {theirs.shape}, but ours has {ours.shape}")
     of_outputs, of_gradients = {}, {}
     sizes = {name: float(np.max(np.abs(theirs), initial=0)) for name, (_, theirs) in pairs.items()}
     largest: dict[str, float] = {}

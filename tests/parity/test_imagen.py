@@ -20,9 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 SHARED = sorted((ROOT.parent / "shared" / "oracles" / "imagen").glob("*.npz"))
 SHARED = [
-    path
-    for path in SHARED
-    if path.name.startswith(("base_", "srunet_", "eff_")) and path.stem != "srunet_fused_aug"
+    path for path in SHARED if path.name.startswith(("base_", "srunet_", "eff_")) and path.stem != "srunet_fused_aug"
 ]
 
 OPTIONS = {
@@ -53,7 +51,7 @@ OPTIONS = {
             use_null_token=True,
             init_conv_kernel_size=7,
             attention_resolutions=[8],
-        ),
+        )
     ),
     # A level without blocks, widths that fall and rise, average pooling, and a text width that is
     # not divisible by the number of groups of group normalization.
@@ -116,9 +114,7 @@ OPTIONS = {
     ),
     # Attention on the first level only, and a text width that is not divisible by the number of
     # groups of group normalization.
-    "efficient_self": dict(
-        unet_type="sr", unet=SMALL_EFFICIENT | dict(attention_type="self", atnn_enabled_at=[1, 0])
-    ),
+    "efficient_self": dict(unet_type="sr", unet=SMALL_EFFICIENT | dict(attention_type="self", atnn_enabled_at=[1, 0])),
 }
 SIZES = {"fused": (8, 12), "cross": (16, 8), "efficient_cross": (8, 12)}
 
@@ -223,10 +219,7 @@ def test_a_single_changed_weight_exceeds_the_tolerance():
     [
         ({"config": None, "in/time": None}, "the case lacks config, in/time: it holds in/text"),
         ({"grad/x": np.zeros((3, 3, 4, 4))}, "the case lacks in/cot"),
-        (
-            {"out/y": np.zeros((3, 3, 4, 8))},
-            "output has shape (3, 4, 8, 3), but ours has (3, 4, 4, 3)",
-        ),
+        ({"out/y": np.zeros((3, 3, 4, 8))}, "output has shape (3, 4, 8, 3), but ours has (3, 4, 4, 3)"),
         ({"config": np.array("{")}, "Expecting property name"),
         ({"config": np.array("[1]")}, "config is a list: it must be a mapping with the key"),
         ({"config": np.array('{"a": 1}')}, "with the network's fields: its keys are a"),

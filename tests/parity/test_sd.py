@@ -26,13 +26,7 @@ OPTIONS = {
     "heads by number": (TINY | dict(transformer_depth=2, num_res_blocks=[1, 2]), 32, (4, 8)),
     # As in MLPerf, with transformers only on the lower level and in the middle.
     "heads by width": (
-        TINY
-        | dict(
-            attention_resolutions=[2],
-            num_heads=-1,
-            num_head_channels=16,
-            use_linear_in_transformer=True,
-        ),
+        TINY | dict(attention_resolutions=[2], num_heads=-1, num_head_channels=16, use_linear_in_transformer=True),
         16,
         (4, 4),
     ),
@@ -70,9 +64,7 @@ def test_a_vae_matches_numpy():
 def test_a_block_matches_mlperfs_reference():
     """Group normalization has 16 groups in the residual block and 32 in the transformer."""
     case = torch_weights.read(ROOT / "tests" / "fixtures" / "sd_unet_block.npz")
-    unet = formats.unet_from_ldm(
-        TINY | dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True), 16
-    )
+    unet = formats.unet_from_ldm(TINY | dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True), 16)
     params = {}
     for entry in names.unet_table(names.abstract_unet(unet, 24), unet, "ldm"):
         if f"w/{entry.torch}" in case:
@@ -84,9 +76,7 @@ def test_a_block_matches_mlperfs_reference():
     act = lambda name: jnp.asarray(case[f"act/{name}"])
     images = lambda name: jnp.moveaxis(act(name), 1, -1)
     emb = jax.nn.silu(act("time_embed"))
-    h = jax.jit(ResBlock(16, 32).apply)(
-        {"params": params["down_0_0_res"]}, images("input_blocks.0"), emb
-    )
+    h = jax.jit(ResBlock(16, 32).apply)({"params": params["down_0_0_res"]}, images("input_blocks.0"), emb)
     transformer = Transformer(depth=1, num_heads=0, head_dim=16)
     y = jax.jit(transformer.apply)({"params": params["down_0_0_attn"]}, h, jnp.asarray(case["ctx"]))
     np.testing.assert_allclose(y, images("input_blocks.1"), atol=1e-5)
@@ -116,15 +106,9 @@ def test_a_single_changed_weight_exceeds_the_tolerance():
         ({"t": None}, "the case lacks t: it holds "),
         ({"__meta__": None}, "the case lacks __meta__: it holds ctx, t"),
         ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: write a JSON object"),
-        (
-            {"y": np.zeros((2, 4, 4, 8))},
-            "the case's y has shape (2, 4, 4, 8), but ours has (2, 4, 4, 4)",
-        ),
+        ({"y": np.zeros((2, 4, 4, 8))}, "the case's y has shape (2, 4, 4, 8), but ours has (2, 4, 4, 4)"),
         ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
-        (
-            {"w/out.2.weight": None},
-            "these weights are not those of a Stable Diffusion UNet",
-        ),
+        ({"w/out.2.weight": None}, "these weights are not those of a Stable Diffusion UNet"),
         ({"w/out.3.weight": np.zeros(1)}, "missing keys (0): none; keys left over (1): out.3"),
         (
             {"__meta__": np.array(json.dumps({"config": {"model_channels": 32}}))},

@@ -50,9 +50,7 @@ def verify(case: Arrays) -> dict[str, float | int]:
         known, parameters = run(weights, config, inputs)
     errors = {n: _error(n, known[n], outputs[n]) for n in sorted(known) if n in outputs}
     if not errors:
-        raise ValueError(
-            f"the case holds no output that can be compared: add one of {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"the case holds no output that can be compared: add one of {', '.join(sorted(known))}")
     worst = max(errors.values(), key=lambda e: np.inf if np.isnan(e) else e)
     return {**errors, "max_relative_error": worst, "parameters": parameters}
 
@@ -106,11 +104,15 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
         params = _load(opened, table, clip.abstract_params(tower))
         pixels = jnp.asarray(images, jnp.float32).transpose(0, 2, 3, 1)
         out = jax.jit(tower.apply)(params, pixels)
-        alone = {} if clip_weights.TEXT in opened.towers else {
-            **dict.fromkeys(("last_hidden_state", "last"), out.last),
-            **dict.fromkeys(("pooled", "pooler_output"), out.pooled),
-            **{f"hidden_{i}": h for i, h in enumerate(out.layers)},
-        }  # fmt: skip
+        alone = (
+            {}
+            if clip_weights.TEXT in opened.towers
+            else {
+                **dict.fromkeys(("last_hidden_state", "last"), out.last),
+                **dict.fromkeys(("pooled", "pooler_output"), out.pooled),
+                **{f"hidden_{i}": h for i, h in enumerate(out.layers)},
+            }
+        )
         named = {"image_last_hidden_state": out.last, "image_pooled": out.pooled}
         features = dict.fromkeys(("image_features", "image_embeds"), out.projected)
         known |= {**alone, **named, **features}
@@ -118,8 +120,7 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
     known = {name: value for name, value in known.items() if value is not None}
     if "image_features" in known and "text_features" in known:
         images, texts = (
-            normalised(np.asarray(known[name], np.float64))
-            for name in ("image_features", "text_features")
+            normalised(np.asarray(known[name], np.float64)) for name in ("image_features", "text_features")
         )
         known["clip_score"] = images @ texts.T
     return _some(known, "ids or an image"), count
@@ -148,8 +149,6 @@ def _some(known: dict[str, Any], needed: str) -> dict[str, Any]:
 
 def _error(name: str, ours: jax.Array, reference: np.ndarray) -> float:
     if ours.shape != reference.shape:
-        raise ValueError(
-            f"the case's {name} has shape {reference.shape}, but ours has {ours.shape}"
-        )
+        raise ValueError(f"the case's {name} has shape {reference.shape}, but ours has {ours.shape}")
     largest = np.abs(reference).max()
     return float(np.abs(np.asarray(ours) - reference).max() / (largest or 1))

@@ -55,8 +55,7 @@ def commands_of(home, config):
     """Return the commands that compute moments of a home's pictures, and train on them."""
     flags = (f"--config={config}", f"--config.vae.weights={home}/vae.safetensors")
     source = ("--config.data.source=webdataset", f"--config.data.path={home}/pictures")
-    moments = ("sd_jax.precache", *flags, *source, f"--out={home}/moments", "--shard_images=4",
-               "--batch=1")  # fmt: skip
+    moments = ("sd_jax.precache", *flags, *source, f"--out={home}/moments", "--shard_images=4", "--batch=1")
     data = f"--config.data.path={home}/moments"
     return moments, ("sd_jax.train", *flags, data, f"--workdir={home}/run")
 
@@ -84,17 +83,18 @@ def test_moments_and_training_in_a_bucket_match_a_folder(trained):
     assert all((folder / name).read_bytes() == (bucket / name).read_bytes() for name in names)
     folder, bucket = (home / "run" for home in trained)
     assert restore.steps(bucket / runs.CHECKPOINTS) == [2, 4]
-    test_buckets.assert_alike(
-        bucket, folder, {runs.CHECKPOINTS: ("params", "ema_0.9", "optimizer")}
-    )
+    test_buckets.assert_alike(bucket, folder, {runs.CHECKPOINTS: ("params", "ema_0.9", "optimizer")})
 
 
 def test_pictures_sampled_in_a_bucket_match_a_folder(trained):
     pictures = []
     for home in trained:
         test_buckets.run(
-            "sd_jax.sample", f"--workdir={home}/run", f"--out={home}/drawn", "--steps=2",
+            "sd_jax.sample",
+            f"--workdir={home}/run",
+            f"--out={home}/drawn",
+            "--steps=2",
             f"--prompts={home}/prompts.txt",
-        )  # fmt: skip
+        )
         pictures.append({path.name: path.read_bytes() for path in (home / "drawn").glob("*.png")})
     assert pictures[0] == pictures[1] and len(pictures[0]) == 3

@@ -60,9 +60,18 @@ def test_nemo_configs_match_the_nemo_launcher(name):
     assert (s.run.seed, s.run.batch_size, s.unet_weights) == (666, 8192, start)
     assert round(s.run.batch_size * s.run.steps / 1e6, 1) == samples
     assert s.optimizer._replace(warmup=0) == Optimizer(
-        lr=8.192e-5, schedule="constant", warmup=0, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0,
-        clip=1.0, micro_batch=0, ema_decays=(0.9999,), ema_warmup=True,
-    )  # fmt: skip
+        lr=8.192e-5,
+        schedule="constant",
+        warmup=0,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        clip=1.0,
+        micro_batch=0,
+        ema_decays=(0.9999,),
+        ema_warmup=True,
+    )
     assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
     assert (s.latents.scale, s.latents.pixels) == (0.18215, "symmetric")
     assert s.diffusion == Diffusion("eps", noise="scaled_linear")
@@ -79,32 +88,41 @@ def test_nemo_configs_match_the_nemo_launcher(name):
 @pytest.mark.parametrize(
     ("batch", "lr", "every"),
     [
-        (64, 8.0e-6, 8000), (512, 6.4e-5, 1000), (1024, 1.28e-4, 500), (2048, 2.56e-4, 250),
-        (256, 3.2e-5, 2000), (384, 4.8e-5, 1334),
+        (64, 8.0e-6, 8000),
+        (512, 6.4e-5, 1000),
+        (1024, 1.28e-4, 500),
+        (2048, 2.56e-4, 250),
+        (256, 3.2e-5, 2000),
+        (384, 4.8e-5, 1334),
     ],
-)  # fmt: skip
+)
 def test_the_mlperf_config_matches_mlperfs_files(batch, lr, every):
     s = read_settings(sd2_mlperf.get_config(str(batch)).to_dict())
     assert count(names.abstract_unet, s.unet, s.text.width) == V2
     assert f"{V2:,}" in sd2_mlperf.__doc__
     assert s.run.batch_size == batch and math.isclose(s.optimizer.lr, lr)
     assert s.optimizer._replace(lr=0.0) == Optimizer(
-        lr=0.0, schedule="ldm", warmup=1000, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01,
-        clip=float("inf"), micro_batch=0, ema_decays=(), ema_warmup=True,
-    )  # fmt: skip
+        lr=0.0,
+        schedule="ldm",
+        warmup=1000,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        clip=float("inf"),
+        micro_batch=0,
+        ema_decays=(),
+        ema_warmup=True,
+    )
     # Every 512,000 images, rounded up to a whole step.
     assert s.evaluation.every == every * batch
     due = loop.Scoring(s.evaluation.every, lambda draw, params: {})
-    assert [step for step in range(1, 2 * every + 2) if due.is_due(step, batch)] == [
-        every, 2 * every
-    ]  # fmt: skip
+    assert [step for step in range(1, 2 * every + 2) if due.is_due(step, batch)] == [every, 2 * every]
     assert (s.run.save_every, s.run.keep_every) == (every, every)
     assert (s.unet.norm_groups, s.diffusion.predicts) == (16, "v")
     assert (s.latents.image_size, s.latents.pixels) == (512, "unit")
     assert (s.text.drop_prob, s.data.source, s.unet_weights) == (0.0, "moments", "")
-    assert (s.sampler.name, s.sampler.steps, s.sampler.eta, s.sampler.guidance) == (
-        "ddim", 50, 0.0, 8.0
-    )  # fmt: skip
+    assert (s.sampler.name, s.sampler.steps, s.sampler.eta, s.sampler.guidance) == ("ddim", 50, 0.0, 8.0)
     assert (s.evaluation.guidance, s.evaluation.num_prompts) == ((8.0,), 30_000)
 
 
@@ -124,9 +142,7 @@ def test_ldm_warmup_matches_its_formula():
 def test_the_configs_of_a_unet_and_its_autoencoder_agree(unet, vae):
     s = read_settings(unet.get_config().to_dict())
     own = train_vae.read_settings(vae.get_config().to_dict())
-    for parameters in (
-        count(names.abstract_unet, s.unet, s.text.width), count(names.abstract_vae, s.vae)
-    ):  # fmt: skip
+    for parameters in (count(names.abstract_unet, s.unet, s.text.width), count(names.abstract_vae, s.vae)):
         assert f"{parameters:,}" in unet.__doc__ + vae.__doc__
     assert own.vae == s.vae and own.vae_weights == ""
     assert own.reconstruction.image_size == s.latents.image_size

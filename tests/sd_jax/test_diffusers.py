@@ -68,9 +68,7 @@ def test_networks_match_the_outputs_of_diffusers(folder, pipeline):
     z, ids = draw(1, 6, 10, 4), jnp.asarray(rng.integers(0, 40, (2, 16)))
     time = jnp.array([3.0, 981.0])
     with torch.no_grad():
-        theirs = pipeline.unet(
-            to_torch(x), torch.tensor([3.0, 981.0]), torch.from_numpy(np.array(text))
-        ).sample
+        theirs = pipeline.unet(to_torch(x), torch.tensor([3.0, 981.0]), torch.from_numpy(np.array(text))).sample
         close(read.unet.network.apply(of(read.unet), x, time, text), theirs)
         encoded = pipeline.vae.encode(to_torch(pixels)).latent_dist.parameters
         close(read.vae.network.apply(of(read.vae), pixels, method="encode"), encoded)
@@ -80,9 +78,7 @@ def test_networks_match_the_outputs_of_diffusers(folder, pipeline):
         close(read.text.tower.apply(of(read.text), ids).last, states)
 
 
-def test_a_directory_saved_by_diffusers_is_read_and_written_without_changes(
-    folder, pipeline, tmp_path
-):
+def test_a_directory_saved_by_diffusers_is_read_and_written_without_changes(folder, pipeline, tmp_path):
     pipeline.save_pretrained(tmp_path / "theirs")
     read = checkpoints.load(tmp_path / "theirs")
     assert checkpoints.equal(read, checkpoints.load(folder))
@@ -135,21 +131,23 @@ def test_the_scheduler_in_a_directory_chooses_our_sampler_with_equal_images(
     monkeypatch.setattr("diffusion_jax.diffusion.samplers.gaussian_noise", rows)
     values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
     model = drawing.load(tmp_path / "d", **values)
-    assert model.stages[0].settings.sampler.name == sampler + "_v" * (
-        sampler == "plms" and version == "2.x"
-    )
+    assert model.stages[0].settings.sampler.name == sampler + "_v" * (sampler == "plms" and version == "2.x")
     ((ours,),) = model.batches(["a c d"], [0], [0])
     left = iter(draws.transpose(0, 1, 4, 2, 3).copy())
     monkeypatch.setattr(
-        sys.modules[kind.__module__], "randn_tensor",
-        lambda *_, **__: torch.from_numpy(next(left)), raising=False,
-    )  # fmt: skip
+        sys.modules[kind.__module__], "randn_tensor", lambda *_, **__: torch.from_numpy(next(left)), raising=False
+    )
     monkeypatch.setattr(pipeline, "scheduler", kind.from_pretrained(tmp_path / "d" / "scheduler"))
     theirs = pipeline(
-        "a c d", negative_prompt="b", height=32, width=48, num_inference_steps=5,
-        guidance_scale=3.0, latents=torch.from_numpy(noise[0].transpose(0, 3, 1, 2).copy()),
+        "a c d",
+        negative_prompt="b",
+        height=32,
+        width=48,
+        num_inference_steps=5,
+        guidance_scale=3.0,
+        latents=torch.from_numpy(noise[0].transpose(0, 3, 1, 2).copy()),
         output_type="np",
-    ).images  # fmt: skip
+    ).images
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{name}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1.
@@ -161,10 +159,8 @@ SAVED = {
     "shards of bin": {"safe_serialization": False, "max_shard_size": "300KB"},
     "fp16": {"variant": "fp16"},
     "shards of fp16": {"variant": "fp16", "max_shard_size": "150KB"},
-    "shards of fp16 bin": {
-        "variant": "fp16", "max_shard_size": "150KB", "safe_serialization": False,
-    },
-}  # fmt: skip
+    "shards of fp16 bin": {"variant": "fp16", "max_shard_size": "150KB", "safe_serialization": False},
+}
 
 
 @pytest.mark.parametrize("how", SAVED)
@@ -194,20 +190,22 @@ def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampl
     model = drawing.load(folder, prediction=predicts, sampler=sampler, **values)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise",
-        lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
+        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
     )
     ((ours,),) = model.batches(["a c d"], [0], [0])
     scheduler = {"ddim": diffusers.DDIMScheduler, "plms": diffusers.PNDMScheduler}[sampler]
     changes = {"skip_prk_steps": True} | ({"prediction_type": "epsilon"} if predicts else {})
-    monkeypatch.setattr(
-        pipeline, "scheduler", scheduler.from_config(pipeline.scheduler.config, **changes)
-    )
+    monkeypatch.setattr(pipeline, "scheduler", scheduler.from_config(pipeline.scheduler.config, **changes))
     theirs = pipeline(
-        "a c d", negative_prompt="b", height=32, width=48, num_inference_steps=5,
-        guidance_scale=3.0, latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
+        "a c d",
+        negative_prompt="b",
+        height=32,
+        width=48,
+        num_inference_steps=5,
+        guidance_scale=3.0,
+        latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
         output_type="np",
-    ).images  # fmt: skip
+    ).images
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{sampler}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1.
@@ -215,9 +213,7 @@ def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampl
 
 @pytest.mark.parametrize("pad", ["a</w>", "<|endoftext|>"])
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
-def test_the_tokenizers_files_in_a_directory_decide_its_padding(
-    folder, tmp_path, pad, file, monkeypatch
-):
+def test_the_tokenizers_files_in_a_directory_decide_its_padding(folder, tmp_path, pad, file, monkeypatch):
     """The first token is the padding of Stable Diffusion 2, where it is "!"."""
     shutil.copytree(folder, tmp_path / "d")
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": pad}
@@ -227,8 +223,7 @@ def test_the_tokenizers_files_in_a_directory_decide_its_padding(
     assert pipeline.tokenizer.pad_token == pad
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise",
-        lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
+        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
     )
     values = {"steps": 3, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
     model = drawing.load(tmp_path / "d", sampler="ddim", **values)
@@ -236,10 +231,15 @@ def test_the_tokenizers_files_in_a_directory_decide_its_padding(
     scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config)
     monkeypatch.setattr(pipeline, "scheduler", scheduler)
     theirs = pipeline(
-        "a &amp; d", negative_prompt="b", height=32, width=48, num_inference_steps=3,
-        guidance_scale=3.0, latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
+        "a &amp; d",
+        negative_prompt="b",
+        height=32,
+        width=48,
+        num_inference_steps=3,
+        guidance_scale=3.0,
+        latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
         output_type="np",
-    ).images  # fmt: skip
+    ).images
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{pad}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1. With the other padding: 0.4.

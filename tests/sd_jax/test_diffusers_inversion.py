@@ -46,9 +46,7 @@ def ours_of(folder, path):
     """Return the checkpoint, and the encoder and text part that know the word in the file."""
     opened = checkpoints.load(folder)
     tower, tokenizer = opened.text.tower, tokenize.clip(folder / "tokenizer")
-    encoder, params = embedding_files.apply(
-        str(path), clip.of_tower(tower, (), tokenizer, 16), opened.text.params
-    )
+    encoder, params = embedding_files.apply(str(path), clip.of_tower(tower, (), tokenizer, 16), opened.text.params)
     return opened, encoder._replace(frozen=jax.tree.map(jnp.asarray, params))
 
 
@@ -58,9 +56,7 @@ def close(ours, theirs):
     assert error < 1e-5  # Measured: 1.0e-6; torch's own float32 differs by 0.9e-6 from float64.
 
 
-def test_the_gradient_of_the_loss_with_respect_to_the_vectors_is_that_of_diffusers(
-    folder, pipeline, vectors, tmp_path
-):
+def test_the_gradient_of_the_loss_with_respect_to_the_vectors_is_that_of_diffusers(folder, pipeline, vectors, tmp_path):
     path, rng = tmp_path / "cat.safetensors", np.random.default_rng(1)
     embedding_files.write(path, embedding_files.Embedding("<cat>", vectors))
     pipeline.load_textual_inversion(str(path))
@@ -93,9 +89,7 @@ def test_the_gradient_of_the_loss_with_respect_to_the_vectors_is_that_of_diffuse
     close(jax.grad(value)({LEARNED_WORD: jnp.asarray(vectors)})[LEARNED_WORD], rows)
 
 
-def test_a_model_with_an_added_word_keeps_its_pooled_text_after_conversion(
-    folder, pipeline, tmp_path
-):
+def test_a_model_with_an_added_word_keeps_its_pooled_text_after_conversion(folder, pipeline, tmp_path):
     pipeline.tokenizer.add_tokens(["<cat>"])
     pipeline.text_encoder.resize_token_embeddings(len(pipeline.tokenizer))
     pipeline.save_pretrained(tmp_path / "theirs")

@@ -83,11 +83,9 @@ def write_peft(pipeline, folder):
     unet, text = states(pipeline)
     configs = {
         "unet_lora_adapter_metadata": pipeline.unet.peft_config["default"].to_dict(),
-        "text_encoder_lora_adapter_metadata": pipeline.text_encoder.peft_config["default"].to_dict()
-    }  # fmt: skip
-    pipeline.save_lora_weights(
-        folder, unet_lora_layers=unet, text_encoder_lora_layers=text, **configs
-    )
+        "text_encoder_lora_adapter_metadata": pipeline.text_encoder.peft_config["default"].to_dict(),
+    }
+    pipeline.save_lora_weights(folder, unet_lora_layers=unet, text_encoder_lora_layers=text, **configs)
     return folder
 
 
@@ -126,9 +124,7 @@ def write_kohya(pipeline, folder):
 
 @pytest.mark.parametrize("write", [write_peft, write_older, write_kohya])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_lora_files_of_diffusers_have_the_same_effect_on_our_networks(
-    folder, pipeline, tmp_path, write, strength
-):
+def test_lora_files_of_diffusers_have_the_same_effect_on_our_networks(folder, pipeline, tmp_path, write, strength):
     written = write(adapted(pipeline), tmp_path / "lora")
     for network in (pipeline.unet, pipeline.text_encoder):
         for module in network.modules():

@@ -51,9 +51,7 @@ def test_an_image_sampled_alone_equals_the_one_in_a_batch(model, six):
     assert np.abs(model.draw(["e"], seeds=[3]).images.astype(int) - six[3]).max() > 1
 
 
-def test_a_single_file_on_one_device_draws_like_its_diffusers_directory_on_eight(
-    published, six, monkeypatch
-):
+def test_a_single_file_on_one_device_draws_like_its_diffusers_directory_on_eight(published, six, monkeypatch):
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
@@ -125,11 +123,7 @@ def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     ("left_out", "values", "message"),
     [
         ((), {"prediction": "v"}, "has no tokenizer: give --tokenizer=FOLDER"),
-        (
-            ("model.diffusion_model", "model_ema"),
-            {},
-            "a.npz holds no UNet: choose a model",
-        ),
+        (("model.diffusion_model", "model_ema"), {}, "a.npz holds no UNet: choose a model"),
         ("first_stage_model", {}, "a.npz holds no VAE: give one with --vae_weights"),
         ("cond_stage_model", {}, "holds no text encoder: give one with --text_weigh"),
         ((), {}, "does not state whether its UNet predicts eps or v"),
@@ -207,16 +201,13 @@ def test_pictures_to_draw_over_are_paths_arrays_or_images_of_pillow(model, tmp_p
     masks = (half, jnp.asarray(half), Image.fromarray(np.uint8(255) * half))
     images = (pixels, Image.fromarray(pixels), tmp_path / "a.png")
     drawn = [
-        model.draw("a", image=image, mask=mask, strength=0.5).images
-        for image, mask in zip(images, masks, strict=True)
+        model.draw("a", image=image, mask=mask, strength=0.5).images for image, mask in zip(images, masks, strict=True)
     ]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     np.testing.assert_array_equal(drawn[0], drawn[2])
 
 
-def test_load_takes_the_settings_of_files_and_lists_of_loras_like_the_commands(
-    published, monkeypatch
-):
+def test_load_takes_the_settings_of_files_and_lists_of_loras_like_the_commands(published, monkeypatch):
     merged = []
     apply = lambda specs, opened: merged.append(list(specs)) or opened
     monkeypatch.setattr(lora_files, "apply", apply)
@@ -240,9 +231,7 @@ def test_a_saved_drawing_has_its_prompts_seeds_and_settings(model, tmp_path):
     for line, pixels in zip(lines, drawn.images, strict=True):
         image = Image.open(tmp_path / "out" / line["file_name"])
         np.testing.assert_array_equal(np.asarray(image), pixels)
-        start = (
-            f"{line['text']}\nNegative prompt: c\nSteps: 2, Sampler: DDIM, CFG scale: 3.0, Seed: 3"
-        )
+        start = f"{line['text']}\nNegative prompt: c\nSteps: 2, Sampler: DDIM, CFG scale: 3.0, Seed: 3"
         assert image.info["parameters"].startswith(f"{start}, Size: 4x6, Model: d, ")
     assert (tmp_path / "out/sheet.png").is_file()
     with pytest.raises(ValueError, match="out holds a drawing already: choose another folder"):
@@ -253,9 +242,7 @@ def test_a_negative_prompt_without_effect_is_a_warning(model, caplog):
     model.draw("a", negative_prompt="b")
     assert not caplog.messages
     model.draw("a", negative_prompt="b", guidance=1)
-    assert caplog.messages == [
-        "the negative prompt 'b' has no effect at guidance 1: choose a larger guidance"
-    ]
+    assert caplog.messages == ["the negative prompt 'b' has no effect at guidance 1: choose a larger guidance"]
 
 
 def test_a_picture_that_is_stretched_by_more_than_a_twentieth_is_named(model, caplog):

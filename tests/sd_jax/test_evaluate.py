@@ -90,10 +90,21 @@ def test_scores_match_the_judges_on_pictures_that_are_sampled_again(evaluated, w
 def test_the_card_of_a_score_lists_its_settings(evaluated, workdir):
     _, out = evaluated
     _, card = sweep.read_scored(out / sweep.SCORED)["step_00000004_ema_guidance_4_digits"]
-    assert card.items() >= {
-        "extractor": "digits", "image_size": "8x8", "n": 290, "seed": 0, "sampler": "ddim",
-        "steps": "2", "guidance": 4.0, "checkpoint": 4, "ema": "ema", "precision": "float32",
-    }.items()  # fmt: skip
+    assert (
+        card.items()
+        >= {
+            "extractor": "digits",
+            "image_size": "8x8",
+            "n": 290,
+            "seed": 0,
+            "sampler": "ddim",
+            "steps": "2",
+            "guidance": 4.0,
+            "checkpoint": 4,
+            "ema": "ema",
+            "precision": "float32",
+        }.items()
+    )
     (model,) = card["models"]
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
 
@@ -111,20 +122,14 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     out = evaluation.evaluate(both, scorer, plan)
     with (out / sweep.TABLE).open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["model"], row["checkpoint"]) for row in rows] == [
-        (workdir.name, "4"),
-        ("theirs", "0"),
-    ]
+    assert [(row["model"], row["checkpoint"]) for row in rows] == [(workdir.name, "4"), ("theirs", "0")]
     _, card = sweep.read_scored(out / sweep.SCORED)["theirs_step_00000000_ema_guidance_2_digits"]
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
     model = drawing.load(folder, steps=2)
     numbers = range(len(scorer.prompts))
     drawn = model.batches(scorer.prompts, numbers, numbers, guidance=2.0, batch_sizes=[64])
-    bicubic, pictures = (
-        Image.Resampling.BICUBIC,
-        sheets.to_uint8(np.concatenate([images for (images,) in drawn])),
-    )
+    bicubic, pictures = (Image.Resampling.BICUBIC, sheets.to_uint8(np.concatenate([images for (images,) in drawn])))
     small = np.stack([Image.fromarray(i).resize((8, 8), bicubic) for i in pictures])
     expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
     assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-6)

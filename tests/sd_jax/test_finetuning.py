@@ -39,9 +39,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("finetuning")
     vae = tiny.write_vae(root / "vae.safetensors")
     (root / "config.py").write_text(CONFIG.format(vae=str(vae)))
-    train = lambda name, *more: run(
-        "train", f"--config={root / 'config.py'}", f"--workdir={root / name}", *more
-    )
+    train = lambda name, *more: run("train", f"--config={root / 'config.py'}", f"--workdir={root / name}", *more)
     train("base")
     targets = "--config.lora.targets=attn|_res"
     lora = ("--config.lora.rank=2", "--config.lora.alpha=64", targets, "--config.seed=3")
@@ -59,9 +57,8 @@ def test_a_lora_changes_pictures_and_can_be_merged_also_if_its_base_moved(root, 
     lines, with_lora = draw(tmp_path / "apart", f"--workdir={root / 'lora'}")
     assert np.abs(with_lora.astype(int) - base).max() > 3 and lines[0]["checkpoint"] == 2
     refused = commands.run(
-        "sd_jax.weights", "convert", f"--from={root / 'moved'}", f"--to={tmp_path / 'a.npz'}",
-        devices=1,
-    )  # fmt: skip
+        "sd_jax.weights", "convert", f"--from={root / 'moved'}", f"--to={tmp_path / 'a.npz'}", devices=1
+    )
     assert refused.code == 2 and "gone" in refused.err
     moved = (f"--from={root / 'moved'}", f"--unet_weights={root / 'base'}")
     run("weights", "convert", *moved, f"--to={tmp_path / 'a.safetensors'}")
@@ -72,9 +69,14 @@ def test_a_lora_changes_pictures_and_can_be_merged_also_if_its_base_moved(root, 
 
 def test_the_held_out_loss_of_a_lora_differs_from_its_base(root):
     measure = lambda name, *more: commands.run(
-        "diffusion_jax.heldout", f"--workdir={root / name}", "--share=0.02", "--records=8",
-        "--ema=raw", *more, devices=1,
-    )  # fmt: skip
+        "diffusion_jax.heldout",
+        f"--workdir={root / name}",
+        "--share=0.02",
+        "--records=8",
+        "--ema=raw",
+        *more,
+        devices=1,
+    )
     refused = measure("moved")
     assert refused.code == 2 and "gone" in refused.err
     ended = [measure("base"), measure("lora"), measure("moved", f"--unet_weights={root / 'base'}")]
@@ -89,26 +91,25 @@ def test_pixels_where_the_mask_is_black_do_not_change(root, tmp_path):
     mask[: side // 2] = 255
     for name, array in (("a.png", pixels), ("mask.png", mask)):
         Image.fromarray(array).save(tmp_path / name)
-    picture_flags = (
-        f"--image={tmp_path / 'a.png'}",
-        f"--mask={tmp_path / 'mask.png'}",
-        "--strength=1",
-    )
+    picture_flags = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
     _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *picture_flags)
     np.testing.assert_array_equal(drawn[0, side // 2 :], pixels[side // 2 :])
     assert np.abs(drawn[0, : side // 2].astype(int) - pixels[: side // 2]).mean() > 20
 
 
-def test_an_inpainting_model_is_trained_from_a_plain_one_and_keeps_what_the_mask_does_not_cover(
-    root, tmp_path
-):
+def test_an_inpainting_model_is_trained_from_a_plain_one_and_keeps_what_the_mask_does_not_cover(root, tmp_path):
     config, base = root / "config.py", root / "base"
     run(
-        "train", f"--config={config}", f"--workdir={tmp_path / 'run'}",
-        f"--config.unet.weights={base}", "--config.unet.in_channels=9",
-        "--config.prompts=('a red one',)", "--config.sample_every=2",
-        "--config.data.heldout=0.02", "--config.heldout.every=2",
-    )  # fmt: skip
+        "train",
+        f"--config={config}",
+        f"--workdir={tmp_path / 'run'}",
+        f"--config.unet.weights={base}",
+        "--config.unet.in_channels=9",
+        "--config.prompts=('a red one',)",
+        "--config.sample_every=2",
+        "--config.data.heldout=0.02",
+        "--config.heldout.every=2",
+    )
     assert list((tmp_path / "run" / "samples").iterdir())  # Drawn without a picture.
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")

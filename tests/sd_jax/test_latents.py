@@ -34,9 +34,13 @@ from tests.sd_jax.cases import vae_weights
 
 SD3 = VAE(**tiny.VAE_FIELDS, latent_channels=16, quant_conv=False)
 FIELDS = {
-    "vae__latent_channels": 16, "vae__quant_conv": False, "latents__scale": 1.5305,
-    "latents__shift": 0.0609, "unet__in_channels": 16, "unet__out_channels": 16,
-}  # fmt: skip
+    "vae__latent_channels": 16,
+    "vae__quant_conv": False,
+    "latents__scale": 1.5305,
+    "latents__shift": 0.0609,
+    "unet__in_channels": 16,
+    "unet__out_channels": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +119,7 @@ def test_latents_are_shifted_and_scaled_in_training_editing_decoding_and_preview
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 8, 8, 3), np.uint8)
     task, batch = example(s, lookup.open_encoder(s.text))
-    assert batch["image"].shape == (1, 8, 8, 3) and task.frozen["vae"]["params"].keys() == {
-        "encoder", "decoder"
-    }  # fmt: skip
+    assert batch["image"].shape == (1, 8, 8, 3) and task.frozen["vae"]["params"].keys() == {"encoder", "decoder"}
     system = sampling.StableDiffusion(p, lookup.open_encoder(s.text))
     moments = SD3.apply(params, to_range(images), method="encode")
     plain = sampling.posterior_sample(keys, moments)

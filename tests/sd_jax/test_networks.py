@@ -32,8 +32,7 @@ def params_of(network):
 def test_a_new_unet_returns_0_and_its_layers_are_initialized_like_torch():
     params = jit(lambda: TINY.init(jax.random.key(0), X, T, TEXT))()
     np.testing.assert_array_equal(jit(TINY.apply)(params, X, T, TEXT), 0)
-    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf
-            for p, leaf in jax.tree.leaves_with_path(params)}  # fmt: skip
+    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in jax.tree.leaves_with_path(params)}
     zeros = {name for name, leaf in flat.items() if not leaf.any()}
     # The second convolution of 5 residual blocks, the transformer's output, and the last one.
     ends = [n for n in zeros if re.search(r"(conv2|attn/out|out_conv)/(kernel|bias)$", n)]
@@ -123,10 +122,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
         (UNet(attention_levels=(4,)), "unet.attention_levels holds 4, but unet.channel_mult has"),
         (UNet(width=336), "unet.norm_groups 32 does not divide the width 336 of a level"),
         (UNet(head_dim=48), "unet.head_dim 48 does not divide the width"),
-        (
-            UNet(width=48, norm_groups=16),
-            "is 48: it must be a multiple of 32, the number of groups",
-        ),
+        (UNet(width=48, norm_groups=16), "is 48: it must be a multiple of 32, the number of groups"),
         (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': did you mean 'splash'?"),
         (UNet(attention_impl="cudnn"), "needs a 16-bit dtype, but unet.dtype is float32"),
         (

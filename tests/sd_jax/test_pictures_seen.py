@@ -53,8 +53,7 @@ def draw(folders, monkeypatch):
     """
     noise = jnp.asarray(saved()["noise"].transpose(0, 2, 3, 1))
     monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise",
-        lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
+        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
     )
 
     def drawn(channels, mask=None, path=None, strength=1.0, **values):

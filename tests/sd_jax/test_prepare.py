@@ -23,10 +23,13 @@ def annotations(path, images=400):
     of = np.repeat(np.arange(images) * 7 + 3, rng.integers(4, 7, images))
     rng.shuffle(of)
     rows = [
-        {"image_id": int(image), "id": int(i),
-         "caption": " \n".join(rng.choice(WORDS, 4)) + rng.choice(["", "\n", " "])}
+        {
+            "image_id": int(image),
+            "id": int(i),
+            "caption": " \n".join(rng.choice(WORDS, 4)) + rng.choice(["", "\n", " "]),
+        }
         for image, i in zip(of, rng.permutation(len(of)) + 10, strict=True)
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps({"info": {}, "annotations": rows}))
     return rows
 
@@ -69,8 +72,7 @@ def test_images_are_resized_to_squares_like_in_pillow(tmp_path):
             contents = photo((row.image_id + 20, 60), mode)
             archive.writestr(f"val2014/{coco.image_name(row.image_id)}", contents)
     out = tmp_path / "out"
-    arguments = ["images", f"--captions={tmp_path}/c.tsv", f"--images={tmp_path}/val2014.zip",
-                 f"--out={out}"]  # fmt: skip
+    arguments = ["images", f"--captions={tmp_path}/c.tsv", f"--images={tmp_path}/val2014.zip", f"--out={out}"]
     prepare.main([*arguments, "--dry_run"])
     assert not out.exists()
     prepare.main(arguments)
@@ -89,14 +91,16 @@ def metadata(path, rows=5000, **more):
     rng = np.random.default_rng(rows)
     licences = [str(one) for one in rng.choice(["?", "CC-BY 2.0", "x"], rows, p=[0.9, 0.06, 0.04])]
     table = {
-        "SAMPLE_ID": rng.random(rows), "URL": [f"http://h/{i}.jpg" for i in range(rows)],
-        "TEXT": [f"text {i}" for i in range(rows)], "HEIGHT": rng.integers(1, 999, rows),
-        "WIDTH": rng.integers(1, 999, rows), "LICENSE": [None, *licences[1:]],
-        "NSFW": ["UNLIKELY"] * rows, "similarity": rng.random(rows),
-    }  # fmt: skip
-    table = pa.table(
-        {name: values for name, values in (table | more).items() if values is not None}
-    )
+        "SAMPLE_ID": rng.random(rows),
+        "URL": [f"http://h/{i}.jpg" for i in range(rows)],
+        "TEXT": [f"text {i}" for i in range(rows)],
+        "HEIGHT": rng.integers(1, 999, rows),
+        "WIDTH": rng.integers(1, 999, rows),
+        "LICENSE": [None, *licences[1:]],
+        "NSFW": ["UNLIKELY"] * rows,
+        "similarity": rng.random(rows),
+    }
+    table = pa.table({name: values for name, values in (table | more).items() if values is not None})
     path.parent.mkdir(exist_ok=True)
     pyarrow.parquet.write_table(table, path, row_group_size=700)
 
@@ -119,8 +123,7 @@ def test_rows_with_a_licence_match_those_selected_by_pandas(tmp_path, monkeypatc
         num_rows += len(theirs)
     assert (
         num_rows > 400
-        and f"kept {num_rows} of 5,100 rows, those whose LICENSE is not '?'; 2 tables"
-        in capsys.readouterr().out
+        and f"kept {num_rows} of 5,100 rows, those whose LICENSE is not '?'; 2 tables" in capsys.readouterr().out
     )
     (tmp_path / "out" / names[1]).unlink()
     before = (tmp_path / "out" / names[0]).stat().st_mtime_ns
@@ -159,9 +162,7 @@ def test_malformed_inputs_of_prepare_are_errors(tmp_path, capsys):
     assert "a.parquet is not a parquet file, or" in error("laion", f"--metadata={tmp_path}/in")
     assert not list(tmp_path.glob("out/*"))
     (tmp_path / "x.json").write_text('{"images": []}')
-    assert "does not have the format of COCO's" in error(
-        "captions", f"--annotations={tmp_path}/x.json"
-    )
+    assert "does not have the format of COCO's" in error("captions", f"--annotations={tmp_path}/x.json")
     annotations(tmp_path / "y.json", 20)
     few = error("captions", f"--annotations={tmp_path}/y.json")
     assert "30000 captions of different images are needed, but --annotations describes only" in few

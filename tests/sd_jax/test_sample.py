@@ -40,12 +40,28 @@ def test_the_metadata_of_an_image_has_all_settings_to_sample_it_again(four, publ
     _, lines, _, _ = four
     assert [line["seed"] for line in lines] == [0, 1, 2, 3]
     assert lines[3] == {
-        "file_name": "seed_000003.png", "text": "b", "seed": 3, "model": str(published / "d"),
-        "checkpoint": 0, "ema": "ema", "height": 6, "width": 4, "predicts": "v", "sampler": "ddim",
-        "steps": 4, "eta": 0.0, "guidance": 3.0, "negative_prompt": "c", "grid": "leading",
-        "end": "sigma_min", "offset": 1, "rho": 7.0, "sigma_min": 0.0, "sigma_max": 0.0,
+        "file_name": "seed_000003.png",
+        "text": "b",
+        "seed": 3,
+        "model": str(published / "d"),
+        "checkpoint": 0,
+        "ema": "ema",
+        "height": 6,
+        "width": 4,
+        "predicts": "v",
+        "sampler": "ddim",
+        "steps": 4,
+        "eta": 0.0,
+        "guidance": 3.0,
+        "negative_prompt": "c",
+        "grid": "leading",
+        "end": "sigma_min",
+        "offset": 1,
+        "rho": 7.0,
+        "sigma_min": 0.0,
+        "sigma_max": 0.0,
         "unit_start": True,
-    }  # fmt: skip
+    }
 
 
 def test_the_folder_holds_the_pictures_in_the_metadata_and_a_sheet(four):
@@ -72,8 +88,11 @@ def test_a_long_prompt_warns_which_words_are_ignored(four):
 def test_image_to_image_changes_less_with_a_lower_strength(four, published, tmp_path):
     """Loads the model from a file, on one device. The picture is enlarged to the image's size."""
     Image.new("RGB", (2, 3), (250, 10, 120)).save(tmp_path / "start.png")
-    model = (f"--model={published / 'a.npz'}", f"--tokenizer={published / 'tokenizer'}",
-             f"--config={published / 'ldm.yaml'}")  # fmt: skip
+    model = (
+        f"--model={published / 'a.npz'}",
+        f"--tokenizer={published / 'tokenizer'}",
+        f"--config={published / 'ldm.yaml'}",
+    )
     picture = f"--image={tmp_path / 'start.png'}"
     arguments = (*model, "--prediction=v", "--prompt=b", picture, *SMALL)
     quarter = ("--strength=0.25", "--preview_every=1")

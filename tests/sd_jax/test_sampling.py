@@ -14,14 +14,7 @@ from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
 from sd_jax import masks, sampling, vae
-from sd_jax.settings import (
-    Conditioning,
-    Diffusion,
-    Latents,
-    Pipeline,
-    Sampler,
-    check_pipeline,
-)
+from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
@@ -30,10 +23,7 @@ from tests.sd_jax import tiny
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise in each step, or average v, which is not an average of eps.
-SWAYED = {
-    "ddpm", "dpm2_ancestral", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "lcm", "plms_v",
-    "restart",
-}  # fmt: skip
+SWAYED = {"ddpm", "dpm2_ancestral", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "lcm", "plms_v", "restart"}
 TABLE = noise.ldm_log_alphas()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
 PIPELINE = Pipeline(
@@ -85,9 +75,8 @@ def draw(monkeypatch):
     """Return draw(network=curved, scale=3, strength=1, image=pictures, name="plms", ...)."""
 
     def drawn(
-        network=curved, *, scale: Any = 3.0, strength=1.0, image=None, mask=None, preview=None,
-        vae=half, **sampler,
-    ):  # fmt: skip
+        network=curved, *, scale: Any = 3.0, strength=1.0, image=None, mask=None, preview=None, vae=half, **sampler
+    ):
         apply = lambda self, params, x, time, text: network(x, time, text)
         monkeypatch.setattr(UNet, "apply", apply)
         monkeypatch.setattr(VAE, "apply", vae)
@@ -102,9 +91,7 @@ def draw(monkeypatch):
     return drawn
 
 
-@pytest.mark.parametrize(
-    "name", ["ddim", "heun", "plms", "dpmpp_3m_sde"]
-)  # test_task.py tests all samplers.
+@pytest.mark.parametrize("name", ["ddim", "heun", "plms", "dpmpp_3m_sde"])  # test_task.py tests all samplers.
 def test_guidance_1_gives_the_samples_of_the_conditional_model(draw, name):
     conditional = draw(finding, name=name, eta=0.5, scale=None)
     guided = draw(finding, name=name, eta=0.5, scale=1.0)
@@ -127,17 +114,13 @@ def test_the_grid_has_exactly_the_requested_number_of_steps(name):
 
 def test_prompt_weights_need_clip():
     read = sampling.tokenizer(SAMPLER._replace(prompt_weights=True))
-    with pytest.raises(
-        ValueError, match=r"sampler\.prompt_weights is True, but the text encoder is"
-    ):
+    with pytest.raises(ValueError, match=r"sampler\.prompt_weights is True, but the text encoder is"):
         read(ENCODER, ["(a:1.3)"], "")
 
 
 @pytest.mark.parametrize("steps", [1, 3, 101])
 @pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - SWAYED))
-def test_with_a_network_that_predicts_0_every_number_of_steps_gives_the_closed_form(
-    draw, name, steps
-):
+def test_with_a_network_that_predicts_0_every_number_of_steps_gives_the_closed_form(draw, name, steps):
     drawn = draw(lambda x, t, text: 0 * x, name=name, steps=steps)
     sigmas = levels(name, steps)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
@@ -196,9 +179,7 @@ def test_an_inpainting_unet_sees_the_mask_and_the_latents_of_the_masked_picture(
     np.testing.assert_allclose(seen[..., 1:4], 0.5 * colours, atol=1e-6)  # latents.scale is 0.5.
 
 
-def test_without_a_picture_an_inpainting_unet_sees_a_gray_one_that_is_masked_throughout(
-    monkeypatch,
-):
+def test_without_a_picture_an_inpainting_unet_sees_a_gray_one_that_is_masked_throughout(monkeypatch):
     monkeypatch.setattr(VAE, "apply", half)
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     expected = np.zeros((3, 4, 2, 5))
@@ -254,10 +235,7 @@ def test_padding_tokens_are_embedded_as_zeros():
     [
         ({"name": "ddimm"}, "sampler.name is 'ddimm': did you mean 'ddim'"),
         ({"steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
-        (
-            {"height": 9},
-            "sampler.height is 9: it must be a multiple of 2, because latents are 2 times",
-        ),
+        ({"height": 9}, "sampler.height is 9: it must be a multiple of 2, because latents are 2 times"),
         ({"width": 2047}, "sampler.width is 2047: it must be a multiple of 2"),
         ({"guidance": -1.0}, "sampler.guidance is -1.0: it must be from 0 to 1000"),
     ],
@@ -274,10 +252,7 @@ def test_a_strength_that_takes_no_step_is_an_error(strength):
         check_pipeline(PIPELINE._replace(strength=strength))
 
 
-@pytest.mark.parametrize(
-    ("channels", "family"),
-    [(7, "an upscaler"), (5, "a depth model")],
-)
+@pytest.mark.parametrize(("channels", "family"), [(7, "an upscaler"), (5, "a depth model")])
 def test_a_unet_with_extra_input_channels_is_an_error_that_names_its_family(channels, family):
     unet = PIPELINE.unet.clone(in_channels=channels)
     with pytest.raises(ValueError, match=f"^the UNet reads {channels} channels, as {family}"):
@@ -288,16 +263,12 @@ def test_a_unet_with_extra_input_channels_is_an_error_that_names_its_family(chan
 @pytest.mark.skipif(not ORACLES.exists(), reason="the saved cases beside the project are not here")
 def test_text_to_image_matches_the_reference_from_end_to_end(monkeypatch):
     """Uses OpenCLIP, MLPerf's UNet that predicts v, 4 DDIM steps at guidance 3, and the VAE."""
-    case, of_vae, of_text = (
-        torch_weights.read(ORACLES / f"{name}.npz") for name in ("e2e", "vae", "openclip_text")
-    )
+    case, of_vae, of_text = (torch_weights.read(ORACLES / f"{name}.npz") for name in ("e2e", "vae", "openclip_text"))
     weights = lambda case: {n[2:]: w.astype(np.float32) for n, w in case.items() if n[:2] == "w/"}
     meta, of_vae_meta = (json.loads(c["__meta__"].item()) for c in (case, of_vae))
     unet = formats.unet_from_ldm(meta["config"], meta["norm_groups"])
     autoencoder = ldm_vae(of_vae_meta["config"])
-    clip_model = clip_weights.from_state(
-        weights(of_text), json.loads(of_text["__meta__"].item())["config"]
-    )
+    clip_model = clip_weights.from_state(weights(of_text), json.loads(of_text["__meta__"].item())["config"])
     tower, table = clip.text_tower(clip_model, skip=1)
     state = clip_weights.tower_state(clip_model, table)
     frozen = {
@@ -305,13 +276,16 @@ def test_text_to_image_matches_the_reference_from_end_to_end(monkeypatch):
         "vae": names.vae_from_torch(weights(of_vae), autoencoder),
     }
     encoder = TextEncoder(
-        "clip", 48, 77, lambda texts: {}, (),
-        lambda frozen, batch: (tower.apply(frozen, batch["text_ids"]).last, None),
-    )  # fmt: skip
+        "clip", 48, 77, lambda texts: {}, (), lambda frozen, batch: (tower.apply(frozen, batch["text_ids"]).last, None)
+    )
     p = Pipeline(
-        unet, autoencoder, Conditioning("empty", 0), Latents(32, vae.SCALE, "symmetric"),
-        Diffusion("v"), SAMPLER._replace(height=32, width=32, steps=meta["steps"]),
-    )  # fmt: skip
+        unet,
+        autoencoder,
+        Conditioning("empty", 0),
+        Latents(32, vae.SCALE, "symmetric"),
+        Diffusion("v"),
+        SAMPLER._replace(height=32, width=32, steps=meta["steps"]),
+    )
     images = lambda name: jnp.moveaxis(jnp.asarray(case[name]), 1, -1)
     monkeypatch.setattr(samplers, "initial_noise", lambda keys, shape, s: s * images("xT"))
     ids = jnp.asarray(of_text["ids"])

@@ -180,9 +180,7 @@ def test_a_mask_of_pixels_is_averaged_over_the_area_of_each_latent():
     batch, keys = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, training_noise.keys_of(4)
     mask = np.random.default_rng(2).choice([0, 255], (4, 8, 8), p=[0.7, 0.3]).astype(np.uint8)
     params = jnp.asarray(np.random.default_rng(3).normal(size=(4, 4, 4, 4)), jnp.float32)
-    loss = lambda params: sd_task.loss(
-        params, {"text": ()}, {**batch, "loss_mask": jnp.asarray(mask)}, keys
-    )[0]
+    loss = lambda params: sd_task.loss(params, {"text": ()}, {**batch, "loss_mask": jnp.asarray(mask)}, keys)[0]
     value, gradient = jax.value_and_grad(loss)(params)
     share = mask.reshape(4, 4, 2, 4, 2).mean((2, 4))[..., None] / 255
     eps = np.float64(training_noise.normal(keys, 0, 64)).reshape(4, 4, 4, 4)
@@ -198,10 +196,7 @@ def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_whole_batch():
     loss = jax.jit(task.make_task(s, encoder, None).loss)
     batch = {"moments": moments(), **encoder.tokenize(CAPTIONS)}
     keys = training_noise.keys_of(4)
-    micro = [
-        loss((), {"text": ()}, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0]
-        for i in range(2)
-    ]
+    micro = [loss((), {"text": ()}, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0] for i in range(2)]
     whole = loss((), {"text": ()}, batch, keys)[0]
     assert abs(micro[0] - micro[1]) > 1e-3  # Their latents and noise differ.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
@@ -224,16 +219,12 @@ def knows_the_answer(s, answer):
     ("name", "steps", "predicts"),
     [
         *((name, 7, "v") for name in SAMPLERS),
-        *(
-            (name, 1, "eps") for name in ("ddim", *sorted(SWAYED))
-        ),  # test_sampling.py tests the others.
+        *((name, 1, "eps") for name in ("ddim", *sorted(SWAYED))),  # test_sampling.py tests the others.
     ],
 )
 def test_every_sampler_ends_at_the_point_of_a_one_point_distribution(name, steps, predicts):
     """With one data point, D is that point. Guidance moves it along the difference of texts."""
-    s = tiny.settings(
-        sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16
-    )
+    s = tiny.settings(sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16)
     encoder = lookup.open_encoder(s.text)
     s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     sd_task = task.make_task(s, encoder, PARAMS)
@@ -317,14 +308,8 @@ def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
             {"data__source": "moments", "vae__weights": "", "sample_every": 5},
             "but drawing during training needs the VAE",
         ),
-        (
-            {"data__source": "webdataset", "data__text": "npy"},
-            "data.text is 'npy', but Stable Diff",
-        ),
-        (
-            {"sample_every": 1, "prompts": ()},
-            "prompts is empty: give texts to draw during training",
-        ),
+        ({"data__source": "webdataset", "data__text": "npy"}, "data.text is 'npy', but Stable Diff"),
+        ({"sample_every": 1, "prompts": ()}, "prompts is empty: give texts to draw during training"),
         ({"unet__head_dim": 7}, "unet.head_dim 7 does not divide the width 32"),
         ({"optimizer__schedule": "linear"}, "optimizer.schedule is 'linear': choose from constant"),
     ],

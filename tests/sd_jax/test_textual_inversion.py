@@ -114,14 +114,10 @@ def test_only_the_vectors_are_trained_and_a_resumed_run_equals_an_uninterrupted_
 
 @pytest.mark.slow
 @pytest.mark.gate
-def test_a_run_draws_the_same_as_its_exported_embedding_with_the_base_model(
-    workdir, published, tmp_path
-):
+def test_a_run_draws_the_same_as_its_exported_embedding_with_the_base_model(workdir, published, tmp_path):
     path = tmp_path / "cat.safetensors"
     trained.write_lora(workdir, path, "diffusers")
-    assert {n: (x.shape, x.dtype) for n, x in load_file(path).items()} == {
-        "<cat>": ((3, 24), np.float32)
-    }
+    assert {n: (x.shape, x.dtype) for n, x in load_file(path).items()} == {"<cat>": ((3, 24), np.float32)}
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": SIDE, "width": SIDE}
     ours = drawing.load(workdir, **values)
     assert {*ours.card()} >= {"base"} and "lora_scale" not in ours.card()
@@ -134,9 +130,7 @@ def test_a_run_draws_the_same_as_its_exported_embedding_with_the_base_model(
 
 @pytest.mark.slow
 @pytest.mark.gate
-def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(
-    workdir, published, tmp_path
-):
+def test_a_run_that_learned_a_word_can_be_combined_with_an_embedding_file(workdir, published, tmp_path):
     cat, fox = tmp_path / "cat.safetensors", tmp_path / "fox.safetensors"
     trained.write_lora(workdir, cat, "diffusers")
     torch_weights.write(fox, {"<fox>": np.random.default_rng(4).normal(size=(2, 24)).astype("f4")})
@@ -196,9 +190,7 @@ def test_a_word_that_cannot_be_learned_is_an_error(published, pictures, changes,
         read_settings(config(published, pictures, **changes))
 
 
-def test_an_initial_word_of_several_tokens_and_captions_without_the_word_are_errors(
-    published, pictures, tmp_path
-):
+def test_an_initial_word_of_several_tokens_and_captions_without_the_word_are_errors(published, pictures, tmp_path):
     several = read_settings(config(published, pictures, text__learned_tokens="<cat>=ab"))
     with pytest.raises(ValueError, match="'ab' has 2 tokens: choose an initial word that is a"):
         train.prepare(several, sharding.make_mesh())

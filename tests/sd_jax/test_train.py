@@ -55,9 +55,7 @@ def stored(tmp_path_factory, vae, images):
     with pytest.MonkeyPatch.context() as patched:
         noting = lambda *args: read.append(args) or opened.read_vae(*args)
         patched.setattr(precache, "read_vae", noting)
-        assert (
-            precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
-        )
+        assert precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
     assert len(read) == 1
     return out
 
@@ -86,9 +84,7 @@ def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
     expected = np.asarray(program(params, to_range(read)))
     moments_of_key = records(stored)
     assert list(moments_of_key) == [f"{index:09}.npy" for index in rows]
-    for (array, text), mean, caption in zip(
-        moments_of_key.values(), expected, captions, strict=True
-    ):
+    for (array, text), mean, caption in zip(moments_of_key.values(), expected, captions, strict=True):
         assert array.dtype == np.float32 and text == caption
         # Batches of another size have another order of sums.
         np.testing.assert_allclose(array.transpose(1, 2, 0), mean, atol=1e-5)
@@ -167,9 +163,7 @@ def test_four_steps_equal_two_and_two_more_after_resuming_bit_for_bit(tmp_path, 
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_replaying_a_step_on_moments_repeats_it_and_decodes_its_pictures(
-    whole, stored, vae, tmp_path, lora
-):
+def test_replaying_a_step_on_moments_repeats_it_and_decodes_its_pictures(whole, stored, vae, tmp_path, lora):
     workdir, _, logged = whole
     if lora:
         changes = {"unet__weights": str(workdir), "lora": {"rank": 2, "targets": "_res"}}
@@ -239,10 +233,7 @@ def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
     ("changes", "message"),
     [
         ({"latents__scale": 1.0}, r"other settings \(scale: 0\.5 stored, 1\.0 requested\)"),
-        (
-            {"latents__pixels": "unit"},
-            r"other settings \(pixels: 'symmetric' stored, 'unit' requested\)",
-        ),
+        ({"latents__pixels": "unit"}, r"other settings \(pixels: 'symmetric' stored, 'unit' requested\)"),
         ({"latents__image_size": 16}, r"other settings \(image_size: 8 stored, 16 requested\)"),
     ],
 )
@@ -256,9 +247,7 @@ def test_moments_of_another_vae_are_errors(stored, vae, monkeypatch):
     other = jax.tree.map(lambda leaf: leaf * 1.01, opened.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
-    with pytest.raises(
-        ValueError, match=r"computed with other settings \(vae: '\w+' stored, '\w+' req"
-    ):
+    with pytest.raises(ValueError, match=r"computed with other settings \(vae: '\w+' stored, '\w+' req"):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 
@@ -281,6 +270,4 @@ def test_precache_settings_that_cannot_be_encoded_are_errors(tmp_path, vae, chan
     s = tiny.settings(vae)
     fields = {name.removeprefix("data__"): value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
-        precache.encode(
-            s._replace(data=s.data._replace(**fields)), tmp_path, MomentOptions(SHARD, 1)
-        )
+        precache.encode(s._replace(data=s.data._replace(**fields)), tmp_path, MomentOptions(SHARD, 1))

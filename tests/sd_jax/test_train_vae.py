@@ -44,9 +44,7 @@ def test_the_loss_is_the_reconstruction_error_plus_the_weighted_divergence(dista
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
     keys, x = training_noise.keys_of(2), images / 127.5 - 1
     loss, metrics = jax.jit(train_vae.make_task(s).loss)(params, (), {"image": images}, keys)
-    encode, decode = (
-        jax.jit(functools.partial(s.vae.apply, method=m)) for m in ("encode", "decode")
-    )
+    encode, decode = (jax.jit(functools.partial(s.vae.apply, method=m)) for m in ("encode", "decode"))
     moments = encode(params, jnp.float32(x))
     mean, log_variance = np.split(np.float64(moments), 2, axis=-1)
     draw = np.float64(training_noise.normal(keys, 1, 64)).reshape(mean.shape)
@@ -61,9 +59,7 @@ def test_the_loss_is_the_reconstruction_error_plus_the_weighted_divergence(dista
 def test_the_divergence_matches_the_formula_for_normal_distributions():
     """It is 9 / 2 for N(3, 1), and (e^2 - 1) / 2 - 1 for N(0, e^2), both from N(0, 1)."""
     moments = jnp.array([[3.0, 0.0], [0.0, 2.0]]).reshape(2, 1, 1, 2)
-    np.testing.assert_allclose(
-        train_vae.divergence(moments), [4.5, (np.e**2 - 1) / 2 - 1], rtol=1e-6
-    )
+    np.testing.assert_allclose(train_vae.divergence(moments), [4.5, (np.e**2 - 1) / 2 - 1], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +112,8 @@ def test_a_vae_workdir_is_loaded_with_its_average_weights(run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"reconstruction__image_size": 7},
-            "image_size is 7: it must be a multiple of 2",
-        ),
-        (
-            {"reconstruction__distance": "l3"},
-            "reconstruction.distance is 'l3': choose from l2, l1, huber",
-        ),
+        ({"reconstruction__image_size": 7}, "image_size is 7: it must be a multiple of 2"),
+        ({"reconstruction__distance": "l3"}, "reconstruction.distance is 'l3': choose from l2, l1, huber"),
         ({"reconstruction__kl": 2.0}, "reconstruction.kl is 2.0: it must be from 0 to 1"),
         ({"data__source": "moments", "data__path": "x"}, "name a source of images, such as"),
         ({"vae__width": 48}, "vae.width * 1 is 48: it must be a multiple of 32"),

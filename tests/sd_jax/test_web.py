@@ -27,9 +27,7 @@ def trained(tmp_path_factory):
     return run
 
 
-def test_pictures_of_the_page_equal_the_commands_and_reloading_shows_them_again(
-    browser, trained, tmp_path
-):
+def test_pictures_of_the_page_equal_the_commands_and_reloading_shows_them_again(browser, trained, tmp_path):
     with (
         pages.served("sd_jax.web", trained, folder=tmp_path / "web") as address,
         pages.opened(browser, address) as page,
@@ -42,9 +40,7 @@ def test_pictures_of_the_page_equal_the_commands_and_reloading_shows_them_again(
         of_command = pages.of_command(page, tmp_path / "out", "--num_images=2")
         page.keyboard.press("Escape")
         page.click("#tab-sweeps")
-        page.get_by_text(
-            "There are no sweeps yet. Run the command `evaluate` to make one."
-        ).wait_for()
+        page.get_by_text("There are no sweeps yet. Run the command `evaluate` to make one.").wait_for()
         assert page.locator("#view-sweeps select:visible").count() == 0
         page.click("#tab-training")
         page.locator("#curves figure").first.wait_for()

@@ -26,9 +26,13 @@ def get_config(folder):
     c.sampler.steps = 2
     c.data.update(path=f"{folder}/moments", threads=0)
     c.evaluation.update(
-        every=BATCH * INTERVAL, num_prompts=CAPTIONS, prompts=f"{folder}/captions.tsv",
-        reference=f"{folder}/reference.npz", inception="toy", clip="toy",
-    )  # fmt: skip
+        every=BATCH * INTERVAL,
+        num_prompts=CAPTIONS,
+        prompts=f"{folder}/captions.tsv",
+        reference=f"{folder}/reference.npz",
+        inception="toy",
+        clip="toy",
+    )
     c.update(batch_size=BATCH, steps=2 * INTERVAL, log_every=1, prompts=("a",))
     return c
 
@@ -47,10 +51,7 @@ def write_moments(folder: pathlib.Path, shape):
     """Write a tar of random moments [h, w, 2 Z] with captions."""
     rng = np.random.default_rng(0)
     draw = lambda: moments.write(rng.normal(size=shape).astype(np.float32))
-    records = [
-        {tars.KEY: f"{i:09}".encode(), "txt": f"caption {i}".encode(), "npy": draw()}
-        for i in range(24)
-    ]
+    records = [{tars.KEY: f"{i:09}".encode(), "txt": f"caption {i}".encode(), "npy": draw()} for i in range(24)]
     folder.mkdir()
     tars.write(folder / "00000.tar", records)
 

@@ -51,12 +51,8 @@ def inception():
 def clip():
     """Return towers: the score is the cosine of (1, image's colour) and (1, text's length)."""
     one = lambda x: jnp.concatenate([jnp.ones((len(x), 1)), x], 1)
-    image = toy.extractor(
-        width=4, prepare=lambda x: x / 255, apply=lambda params, x: one(x.mean((1, 2)))
-    )
-    text = toy.extractor(
-        width=4, prepare=lambda ids: ids, apply=lambda params, ids: one(jnp.repeat(ids, 3, 1) / 10)
-    )
+    image = toy.extractor(width=4, prepare=lambda x: x / 255, apply=lambda params, x: one(x.mean((1, 2))))
+    text = toy.extractor(width=4, prepare=lambda ids: ids, apply=lambda params, ids: one(jnp.repeat(ids, 3, 1) / 10))
     return ClipExtractors(image, text, lambda texts: np.array([[len(text)] for text in texts]))
 
 

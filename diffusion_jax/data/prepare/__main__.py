@@ -48,9 +48,7 @@ def _fetch(args: argparse.Namespace) -> int:
         sums |= fetch.read_sums(files.path(path).read_text())
     if args.hash:
         if len(urls) > 1:
-            raise ValueError(
-                f"--hash is for one file, but --url names {len(urls)} files: use --sums"
-            )
+            raise ValueError(f"--hash is for one file, but --url names {len(urls)} files: use --sums")
         sums |= fetch.read_sums(f"{args.hash}  {fetch.name(urls[0])}")
     if args.dry_run:
         for url in urls:
@@ -70,11 +68,19 @@ def _reshard(args: argparse.Namespace) -> int:
     identity = {"source": args.source, "path": args.path, "text": args.text}
     process, processes = _part(args.part)
     counts = reshard.reshard(
-        _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
-        identity=identity, process=process, processes=processes, engine=engines.of(args),
-        size=args.size, pad=args.pad, checksums=args.checksums,
+        _open(args),
+        files.folder(args.out, "--out"),
+        num=args.num,
+        format=args.format,
+        identity=identity,
+        process=process,
+        processes=processes,
+        engine=engines.of(args),
+        size=args.size,
+        pad=args.pad,
+        checksums=args.checksums,
         fields=picture_fields.read(args.fields),
-    )  # fmt: skip
+    )
     print(json.dumps(counts))
     return 0
 
@@ -98,9 +104,13 @@ def _validate(args: argparse.Namespace) -> int:
     parts.mkdir(parents=True)
     try:
         report = validate.validate(
-            records, args.num, args.threads, folder=parts, engine=engines.of(args),
+            records,
+            args.num,
+            args.threads,
+            folder=parts,
+            engine=engines.of(args),
             fields=picture_fields.read(args.fields),
-        )  # fmt: skip
+        )
     finally:
         files.remove_tree(parts)
     text = json.dumps(report, indent=1)
@@ -113,8 +123,9 @@ def _validate(args: argparse.Namespace) -> int:
     if damaged > args.max_broken * report["read"]:
         print(
             f"error: {damaged} of {report['read']} records are unusable, a larger share than "
-            f"--max_broken={args.max_broken}: see {out / 'report.json'}", file=sys.stderr
-        )  # fmt: skip
+            f"--max_broken={args.max_broken}: see {out / 'report.json'}",
+            file=sys.stderr,
+        )
         return _DAMAGED_EXIT
     return 0
 
@@ -153,8 +164,12 @@ def _parser() -> argparse.ArgumentParser:
         return command.add_argument
 
     arg = add("fetch", _fetch, "Download files and check their hashes.")
-    arg("--url", action="append", required=True, help="a URL; may be repeated; braces expand as in "
-        "https://host/part-{00000..00031}.parquet")  # fmt: skip
+    arg(
+        "--url",
+        action="append",
+        required=True,
+        help="a URL; may be repeated; braces expand as in https://host/part-{00000..00031}.parquet",
+    )
     arg("--out", required=True, help="folder for the files")
     arg(
         "--sums",
@@ -162,21 +177,34 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a file of hashes, written by sha1sum, sha256sum or sha512sum; may be repeated",
     )
-    arg("--schemes", nargs="+", default=[], metavar="SCHEME",
-        help=f"URL schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
+    arg(
+        "--schemes",
+        nargs="+",
+        default=[],
+        metavar="SCHEME",
+        help=f"URL schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file",
+    )
     arg("--hash", help="the sha1, sha256 or sha512 hash of the file, if --url names one file")
     arg("--threads", type=_count, default=4, help="number of simultaneous downloads")
     arg("--verify", action="store_true", help="also check the hashes of existing files")
     arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
-    arg = add("download", _download, "Download the images in tables of URLs into tars, with "
-              "img2dataset. Arguments not listed here are passed to img2dataset.")  # fmt: skip
+    arg = add(
+        "download",
+        _download,
+        "Download the images in tables of URLs into tars, with "
+        "img2dataset. Arguments not listed here are passed to img2dataset.",
+    )
     arg("--urls", required=True, help="a table of URLs: a parquet file, or a folder of them")
     arg("--out", required=True, help="folder for the tars")
     arg("--url_column", default="URL", help="column of the images' URLs")
     arg("--caption_column", default="TEXT", help="column of the captions")
-    arg("--size", type=int, default=0, help="shrink images to this length of the shorter side in "
-        "pixels; 0 keeps all images unchanged")  # fmt: skip
+    arg(
+        "--size",
+        type=int,
+        default=0,
+        help="shrink images to this length of the shorter side in pixels; 0 keeps all images unchanged",
+    )
     arg("--num", type=int, default=10_000, help="images per tar")
     arg("--processes", type=_count, default=16)
     arg("--threads", type=_count, default=64, help="threads of each process")
@@ -188,24 +216,33 @@ def _parser() -> argparse.ArgumentParser:
     arg("--out", required=True, help="folder for the shards")
     arg("--num", type=int, default=1000, help="records per shard")
     arg("--format", choices=reshard.FORMATS, default="webdataset")
-    arg("--size", type=_count, default=0, help="shrink larger images to this length of the shorter "
-        "side in pixels, so that training reads them faster; default: copy all images")  # fmt: skip
+    arg(
+        "--size",
+        type=_count,
+        default=0,
+        help="shrink larger images to this length of the shorter "
+        "side in pixels, so that training reads them faster; default: copy all images",
+    )
     arg("--pad", action="store_true", help="with --size: add white borders to make squares")
-    arg("--checksums", action="store_true", help="keep a checksum of each file in a tar; "
-        "pictures and texts that have changed are found when they are read")  # fmt: skip
+    arg(
+        "--checksums",
+        action="store_true",
+        help="keep a checksum of each file in a tar; pictures and texts that have changed are found when they are read",
+    )
     arg("--part", default="0/1", help="I/N, such as 0/4: write only every Nth shard, from shard I")
     engines.add_arguments(arg)
 
     arg = add("index", _index, "Index tars for training and count their records.")
-    arg("--path", required=True, help="a tar, a folder, NeMo's wdinfo.pkl, a pattern such as "
-        "shard-{000..099}.tar, or a URL")  # fmt: skip
+    arg(
+        "--path",
+        required=True,
+        help="a tar, a folder, NeMo's wdinfo.pkl, a pattern such as shard-{000..099}.tar, or a URL",
+    )
     arg("--text", default="txt", help="data.text of the config that reads the tars")
     arg("--threads", type=_count, default=8)
     engines.add_arguments(arg)
 
-    arg = add(
-        "validate", _validate, "Read a data set and report counts, sizes, broken records, samples."
-    )
+    arg = add("validate", _validate, "Read a data set and report counts, sizes, broken records, samples.")
     _add_source(arg, Data._field_defaults["max_broken"])
     arg("--out", required=True, help="folder for report.json and samples.png")
     arg("--num", type=int, default=0, help="number of random records to read; 0 for all")
@@ -214,8 +251,11 @@ def _parser() -> argparse.ArgumentParser:
 
     arg = add("emoji", _emoji, "Write sheets of emoji, from which training draws its pictures.")
     arg("--out", required=True, help="folder for the sheets and the files of prompts")
-    arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
-        "fluent:FILE; may be repeated (models/emoji32/README.md)")  # fmt: skip
+    arg(
+        "--style",
+        action="append",
+        help="openmoji (default), noto:FILE, twemoji:FILE or fluent:FILE; may be repeated (models/emoji32/README.md)",
+    )
     return parser
 
 
@@ -231,12 +271,14 @@ def _add_source(arg, max_broken: float = 1.0) -> None:
     arg("--source", help=f"{', '.join(sources.SOURCES)}, or a module of yours")
     arg("--path", help="the value of data.path in a config")
     arg("--text", help="the value of data.text in a config")
-    arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
-        help="an entry of data.fields in a config; may be repeated")  # fmt: skip
     arg(
-        "--max_broken", type=float, default=max_broken,
-        help="largest allowed share of damaged records, from 0 to 1",
-    )  # fmt: skip
+        "--fields",
+        action="append",
+        default=[],
+        metavar="NAME=LOW..HIGH",
+        help="an entry of data.fields in a config; may be repeated",
+    )
+    arg("--max_broken", type=float, default=max_broken, help="largest allowed share of damaged records, from 0 to 1")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,7 @@ def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
             and larger images are shrunk.
         more: Further arguments, which are passed to img2dataset unchanged.
     """
-    resize = [
-        "--resize_mode=keep_ratio",
-        f"--image_size={args.size}",
-        "--resize_only_if_bigger=True",
-    ]
+    resize = ["--resize_mode=keep_ratio", f"--image_size={args.size}", "--resize_only_if_bigger=True"]
     return [
         "img2dataset",
         f"--url_list={args.urls}",

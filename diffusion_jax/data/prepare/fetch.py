@@ -48,8 +48,7 @@ def expand(urls: Sequence[str], schemes: Sequence[str] = SCHEMES) -> list[str]:
             raise ValueError(f"{url} is not the URL of a file: write https://HOST/.../FILE")
         if url.partition("://")[0] not in schemes:
             raise ValueError(
-                f"{url} is not fetched: its scheme must be one of {', '.join(schemes)}; allow more "
-                "with --schemes"
+                f"{url} is not fetched: its scheme must be one of {', '.join(schemes)}; allow more with --schemes"
             )
     names = [name(url) for url in every]
     if doubled := {one for one in names if names.count(one) > 1}:
@@ -109,9 +108,7 @@ def fetch(
     missing = [(u, p) for u, p in zip(urls, paths, strict=True) if p not in present]
     logging.info("%d of %d files exist", len(present), len(paths))
     if checked and (unknown := [path.name for _, path in missing if path.name not in sums]):
-        logging.warning(
-            "there is no hash for %s: downloading without a check", ", ".join(unknown[:3])
-        )
+        logging.warning("there is no hash for %s: downloading without a check", ", ".join(unknown[:3]))
     with ThreadPoolExecutor(threads) as pool:
         get = lambda url, path: _fetch(url, path, sums.get(path.name), timeout)
         fetched = pool.map(lambda one: get(*one), missing)
@@ -146,9 +143,7 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
             raise OSError(f"cannot download {url}: {error}") from error
         except OSError as error:
             if attempt == _ATTEMPTS - 1:
-                raise OSError(
-                    f"cannot download {url} in {_ATTEMPTS} attempts; the last error is: {error}"
-                ) from error
+                raise OSError(f"cannot download {url} in {_ATTEMPTS} attempts; the last error is: {error}") from error
             time.sleep(2.0**attempt)
     try:
         check(part, digest, url)
@@ -247,7 +242,4 @@ def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     algorithm = _ALGORITHMS[len(digest)]
     actual = file_hash(path, algorithm)
     if actual != digest.lower():
-        raise ValueError(
-            f"{what or path} has the {algorithm} {actual}, but should have {digest}: download it "
-            "again"
-        )
+        raise ValueError(f"{what or path} has the {algorithm} {actual}, but should have {digest}: download it again")

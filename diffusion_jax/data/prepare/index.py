@@ -40,9 +40,7 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     parts = range(-(-len(names) // _PART))
     size = lambda part: min(_PART, len(names) - part * _PART)
     never = lambda part: home / f".indexed-{part}.tmp"
-    counts = engine.fill(
-        parts, never, functools.partial(_index, names, threads), noun="tars", size=size
-    )
+    counts = engine.fill(parts, never, functools.partial(_index, names, threads), noun="tars", size=size)
     webdataset.import_tars(path, text)
     return {name: counts[name] for name in ("tars", "records", "files", "damaged")}
 

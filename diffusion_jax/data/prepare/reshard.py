@@ -107,8 +107,7 @@ def reshard(
     )
     if stored.get("files", stamp) != stamp:  # Earlier versions did not record them.
         raise ValueError(
-            f"files of the data set have changed since shards were first written into {out}: write "
-            "into another folder"
+            f"files of the data set have changed since shards were first written into {out}: write into another folder"
         )
     mine = range(process, -(-len(records) // num), processes)
     path = functools.partial(_path, out, format)
@@ -125,9 +124,13 @@ def _path(out: pathlib.Path, format: str, shard: int) -> pathlib.Path:
 
 
 def _write(
-    records: Records, num: int, path: Callable[[int], pathlib.Path], write_shard: WriteShard,
-    encode: EncodeRecord, shard: int,
-) -> collections.Counter[str]:  # fmt: skip
+    records: Records,
+    num: int,
+    path: Callable[[int], pathlib.Path],
+    write_shard: WriteShard,
+    encode: EncodeRecord,
+    shard: int,
+) -> collections.Counter[str]:
     counts = collections.Counter[str]()
     rows = range(shard * num, min((shard + 1) * num, len(records)))
     write_shard(path(shard), _encoded(records, rows, encode, counts))
@@ -164,9 +167,7 @@ def _encoded(
                     yield encoded
 
 
-def _encode(
-    row: int, record: Record, *, size: int, pad: bool, fields: Sequence[Field]
-) -> dict[str, bytes] | str:
+def _encode(row: int, record: Record, *, size: int, pad: bool, fields: Sequence[Field]) -> dict[str, bytes] | str:
     """Return the files of a record, keyed by suffix, or the reason why the record is dropped.
 
     `row` is the record's index in the source. `size`, `pad` and `fields` are those of `reshard`.

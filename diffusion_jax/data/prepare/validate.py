@@ -181,9 +181,7 @@ def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
     return {_HASHED[which]: count}
 
 
-def _report(
-    sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]
-) -> dict[str, Any]:
+def _report(sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]) -> dict[str, Any]:
     """Return the report.
 
     Args:
@@ -233,9 +231,17 @@ def _look(record: Record, fields: Sequence[Field]) -> _Facts:
         for text, found in zip(texts, words, strict=True)
     ]
     return _Facts(
-        "", record.name, "", width, height, tuple(map(len, texts)), len(record.image), format,
-        tuple(map(tuple, words)), ((_hash(record.image),), tuple(map(_hash, same))),
-    )  # fmt: skip
+        "",
+        record.name,
+        "",
+        width,
+        height,
+        tuple(map(len, texts)),
+        len(record.image),
+        format,
+        tuple(map(tuple, words)),
+        ((_hash(record.image),), tuple(map(_hash, same))),
+    )
 
 
 def _hash(contents: bytes) -> bytes:

@@ -42,11 +42,7 @@ SOURCES = {
 
 
 def open_pictures(
-    data: Data,
-    size: int,
-    *,
-    embeddings: tuple[int, int] | None = None,
-    moments: tuple[int, int, int] | None = None,
+    data: Data, size: int, *, embeddings: tuple[int, int] | None = None, moments: tuple[int, int, int] | None = None
 ) -> Pictures:
     """Open the data set of a config's data group, as decoded pictures with texts.
 
@@ -231,9 +227,7 @@ def _with_prior(pictures: Pictures, data: Data, shapes: TaskShapes) -> Pictures:
     # Drawn pictures are opaque, so all of their pixels count.
     data = data._replace(loss_mask=data.loss_mask and "alpha")
     changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop", "fields": ()}
-    prior = _open_pictures(
-        data._replace(source="folder", min_chars=0, min_size=0, **changes), shapes
-    )
+    prior = _open_pictures(data._replace(source="folder", min_chars=0, min_size=0, **changes), shapes)
     return Mixture([pictures, prior], (1, 1), (1, data.prior_weight))
 
 

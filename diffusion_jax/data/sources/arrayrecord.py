@@ -36,9 +36,7 @@ def open_source(data: Data, _: TaskShapes) -> Table:
     return open_files(records.path_of(data), data.text, picture_fields.read(data.fields))
 
 
-def open_files(
-    path: str | os.PathLike[str], text: str = "txt", fields: Sequence[Field] = ()
-) -> Table:
+def open_files(path: str | os.PathLike[str], text: str = "txt", fields: Sequence[Field] = ()) -> Table:
     """Open the records of one or more ArrayRecord files, in the order of the files.
 
     An Example without the text feature is counted as unusable when it is read.
@@ -56,8 +54,13 @@ def open_files(
     """
     records.check_places(fields, ("json",))
     texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
-    rule = {"source": "arrayrecord", "text": text, "images": images,
-            "ranges": list(map(str, fields)), "fields": [of.name for of in fields]}  # fmt: skip
+    rule = {
+        "source": "arrayrecord",
+        "text": text,
+        "images": images,
+        "ranges": list(map(str, fields)),
+        "fields": [of.name for of in fields],
+    }
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
         number = 0
@@ -75,9 +78,7 @@ def open_files(
     return home.open_table(home.Source(root, paths, rule, rows, LeftOut(), {}))
 
 
-def _check_first(
-    message: bytes | None, name: str, texts: Sequence[tuple[str, float]], images: Sequence[str]
-) -> None:
+def _check_first(message: bytes | None, name: str, texts: Sequence[tuple[str, float]], images: Sequence[str]) -> None:
     """Check the features of the first record. One that cannot be read is reported later."""
     kinds = [text.partition(":")[0] for text, _ in texts]
     features = tf_examples.decode(message or b"")
@@ -86,10 +87,7 @@ def _check_first(
         (kinds, " or ".join(kinds), ". Set data.text to the caption feature"),
     ):
         if features and not any(kind in features for kind in expected):
-            raise ValueError(
-                f"the first record of {name} has no feature {of}: it has "
-                f"{', '.join(features)}{advice}"
-            )
+            raise ValueError(f"the first record of {name} has no feature {of}: it has {', '.join(features)}{advice}")
 
 
 def _row(
@@ -190,8 +188,10 @@ def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]])
 def _find(path: str) -> list[str]:
     paths = tars.expand(path)
     if storage.is_url(paths[0]):
-        raise ValueError(f"{path} is a URL, but ArrayRecord files must be local: mount the bucket, "
-                         "or use tars, which are read by URL")  # fmt: skip
+        raise ValueError(
+            f"{path} is a URL, but ArrayRecord files must be local: mount the bucket, "
+            "or use tars, which are read by URL"
+        )
     records.check_exists(paths, "arrayrecord")
     if len(paths) == 1 and storage.is_folder(paths[0]):
         folder = paths[0]

@@ -50,10 +50,7 @@ def open_any(data: Data, _: TaskShapes) -> Table:
 
 
 def open_saved(
-    path: str | os.PathLike[str],
-    text: str = "text",
-    uncaptioned: str = "error",
-    fields: Sequence[Field] = (),
+    path: str | os.PathLike[str], text: str = "text", uncaptioned: str = "error", fields: Sequence[Field] = ()
 ) -> Table:
     """Open a data set written by `save_to_disk`, without the package `datasets`.
 
@@ -105,9 +102,13 @@ class Columns(NamedTuple):
     def open(self, root: str, paths: Sequence[str], rule: dict[str, Any], batches: Any) -> Table:
         """Open the table of the data set in these files, which batches() reads; see `rows`."""
         records.check_places(self.fields, ())
-        rule = {**rule, "text": self.text, "uncaptioned": self.uncaptioned == "empty",
-                "ranges": list(map(str, self.fields)),
-                "fields": [field.name for field in self.fields]}  # fmt: skip
+        rule = {
+            **rule,
+            "text": self.text,
+            "uncaptioned": self.uncaptioned == "empty",
+            "ranges": list(map(str, self.fields)),
+            "fields": [field.name for field in self.fields],
+        }
         read = lambda inventory: self.rows(batches(), root, inventory)
         table = home.open_table(home.Source(root, paths, rule, read, LeftOut(), {}))
         table.prefix = f"{self.name}, "
@@ -119,9 +120,7 @@ class Columns(NamedTuple):
             )
         return table
 
-    def rows(
-        self, batches: Iterable[tuple[Any, str]], root: str, inventory: LeftOut
-    ) -> Iterator[Row]:
+    def rows(self, batches: Iterable[tuple[Any, str]], root: str, inventory: LeftOut) -> Iterator[Row]:
         """Yield the rows of record batches.
 
         Args:
@@ -155,9 +154,7 @@ class Columns(NamedTuple):
     def _check(self, schema: Any) -> tuple[str, list[tuple[str, float]]]:
         """Return the image column, and the caption columns with their weights."""
         images = [field.name for field in schema if _is_image(field.type)]
-        names = (
-            [(self.text, 1.0)] if self.text in schema.names else captions.alternatives(self.text)
-        )
+        names = [(self.text, 1.0)] if self.text in schema.names else captions.alternatives(self.text)
         missing = [name for name, _ in names if name not in schema.names]
         columns = ", ".join(schema.names)
         if not images:
@@ -166,9 +163,7 @@ class Columns(NamedTuple):
                 if str(field.type) in ("binary", "large_binary"):
                     cast = f"cast_column({field.name!r}, datasets.Image())"
                     advice = f"if {field.name} holds picture files, save the data set after {cast}"
-            raise ValueError(
-                f"{self.name} has no image column, but only the columns {columns}: {advice}"
-            )
+            raise ValueError(f"{self.name} has no image column, but only the columns {columns}: {advice}")
         if missing and (self.uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(
                 f"data.text is {self.text!r}, but {self.name} has only the columns {columns}: set "
@@ -177,8 +172,7 @@ class Columns(NamedTuple):
         for field in self.fields:
             if field.name not in schema.names:
                 raise ValueError(
-                    f"data.fields has {field.name!r}, but {self.name} has only the columns "
-                    f"{columns}: name one of these"
+                    f"data.fields has {field.name!r}, but {self.name} has only the columns {columns}: name one of these"
                 )
         return records.image_column(images, self.name), [] if missing else names
 
@@ -240,8 +234,7 @@ def _saved(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> Iterator[tupl
     except pyarrow.ArrowInvalid as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"the .arrow files in {folder} have different columns ({reason:.200}): keep those of "
-            "one data set"
+            f"the .arrow files in {folder} have different columns ({reason:.200}): keep those of one data set"
         ) from error
     for path in paths:
         yield from ((batch, str(path)) for batch in _batches(path))
@@ -268,19 +261,14 @@ def _tables(folder: pathlib.Path) -> list[pathlib.Path]:
     if not state.is_file():
         return sorted(folder.glob("*.arrow"))
     try:
-        names = [
-            str(table["filename"])
-            for table in untrusted.parse_json(state.read_text())["_data_files"]
-        ]
+        names = [str(table["filename"]) for table in untrusted.parse_json(state.read_text())["_data_files"]]
         for name in names:
             untrusted.check_inside(name, state)
         paths = [folder / name for name in names]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state} is damaged: {error!r}; copy or write it again") from error
     if missing := [path for path in paths if not path.is_file()]:
-        raise FileNotFoundError(
-            f"{missing[0]} is missing, one of the {len(paths)} tables in {state}: copy it"
-        )
+        raise FileNotFoundError(f"{missing[0]} is missing, one of the {len(paths)} tables in {state}: copy it")
     return paths
 
 
@@ -351,18 +339,13 @@ def _load(place: str, split: str) -> Any:
         if names[1:]:
             folder = next((n for n in names if (pathlib.Path(place) / n).is_dir()), "FOLDER")
             raise ValueError(
-                f"{place} holds the data sets {', '.join(names)}: name the folder of one, as in "
-                f"{place}/{folder}"
+                f"{place} holds the data sets {', '.join(names)}: name the folder of one, as in {place}/{folder}"
             ) from error
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the package datasets cannot open {place}: {reason}; check the path or name"
-        ) from error
+        raise ValueError(f"the package datasets cannot open {place}: {reason}; check the path or name") from error
     if not split:
         if len(opened) > 1:
-            raise ValueError(
-                f"{place} has the splits {', '.join(opened)}: choose one, as in {place}@SPLIT"
-            )
+            raise ValueError(f"{place} has the splits {', '.join(opened)}: choose one, as in {place}@SPLIT")
         (opened,) = opened.values()
     return opened
 

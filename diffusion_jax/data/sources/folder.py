@@ -100,13 +100,7 @@ def _rule(text: str, fields: Sequence[Field], mask: str) -> dict[str, Any]:
 class _Files:
     """The files under a folder, and which of them belong to each image."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        text: str,
-        fields: Sequence[Field] = (),
-        mask: str = "",
-    ):
+    def __init__(self, path: str | os.PathLike[str], text: str, fields: Sequence[Field] = (), mask: str = ""):
         """List the files; see `open_folder`."""
         records.check_exists([os.fspath(path)], "folder")
         self._parts = records.check_text(text, metadata.SUFFIXES)
@@ -120,9 +114,10 @@ class _Files:
                 "data.text=csv:COLUMN, a table"
             )
         self._rule = _rule(text, fields, mask) | {
-            "table": table, "images": untrusted.image_suffixes(),
+            "table": table,
+            "images": untrusted.image_suffixes(),
             "fields": [field.name for field in fields],
-        }  # fmt: skip
+        }
         self._root, self._left, self._mask = pathlib.Path(root), LeftOut(), mask
         found = (n.removeprefix(os.path.join(root, "")) for n in storage.walk(root, self._left))
         is_other = lambda name: table and name != table and name.lower().endswith(kind)
@@ -138,8 +133,11 @@ class _Files:
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
-        self._facts = {"suffixes": sorted({*suffixes}), "warnings": self._warnings,
-                       "unused_tables": self._unused(table)}  # fmt: skip
+        self._facts = {
+            "suffixes": sorted({*suffixes}),
+            "warnings": self._warnings,
+            "unused_tables": self._unused(table),
+        }
 
     def source(self) -> home.Source:
         """Return the data set for `home.open_table`."""
@@ -191,9 +189,8 @@ class _Files:
             text, origins = self._text(image, found)
             mask = self._place(masks[image]) if image in masks else None
             yield Row(
-                image, records.key_of(image), self._place(image), text, origins,
-                self._numbers(image, numbers), mask,
-            )  # fmt: skip
+                image, records.key_of(image), self._place(image), text, origins, self._numbers(image, numbers), mask
+            )
 
     def _text(self, image: str, found: Sequence[tuple[Alternative, Any]]) -> tuple[Any, list[str]]:
         """Return the text of an image and the origin of each of its captions."""
@@ -225,9 +222,7 @@ class _Files:
         found = metadata.read(self._root, names, self._images, *place, Inventory(), field)
         return {image: of.value for image, of in found.items()}
 
-    def _numbers(
-        self, image: str, places: Sequence[tuple[Field, Mapping[str, Any]]]
-    ) -> dict[str, float | Unusable]:
+    def _numbers(self, image: str, places: Sequence[tuple[Field, Mapping[str, Any]]]) -> dict[str, float | Unusable]:
         numbers = dict[str, float | Unusable]()
         for field, of in places:
             value = of.get(image)
@@ -246,15 +241,11 @@ class _Files:
     def _is_picture(self, name: str) -> bool:
         return self._names[name].rpartition(".")[2] in untrusted.image_suffixes()
 
-    def _count_others(
-        self, found: Sequence[tuple[Alternative, Mapping[str, Any]]], inventory: LeftOut
-    ) -> None:
+    def _count_others(self, found: Sequence[tuple[Alternative, Mapping[str, Any]]], inventory: LeftOut) -> None:
         names = {n: kind for n, kind in self._names.items() if not self._is_picture(n)}
-        beside = {part.suffix: set(texts.values()) for part, texts in found
-                  if part.suffix not in metadata.SUFFIXES}  # fmt: skip
+        beside = {part.suffix: set(texts.values()) for part, texts in found if part.suffix not in metadata.SUFFIXES}
         used = set[str]().union(*beside.values())
-        counted = tuple(metadata.SUFFIXES[part.suffix] for part in self._parts
-                        if part.suffix in metadata.SUFFIXES)  # fmt: skip
+        counted = tuple(metadata.SUFFIXES[part.suffix] for part in self._parts if part.suffix in metadata.SUFFIXES)
         first = {suffix: name for name, suffix in reversed(names.items())}
         for name in dict.fromkeys([*reversed(first.values()), *names]):  # First one of each suffix.
             if name in used:
@@ -276,8 +267,7 @@ def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[
     NAME.jpg.webp.txt only. A suffix in other case, as in NAME.TXT, is accepted. Images without such
     a file get the one whose name differs only in case or Unicode form, if there is just one.
     """
-    lower = {name[: -len(suffix)] + suffix: name for name in names
-             if name.lower().endswith(f".{suffix}")}  # fmt: skip
+    lower = {name[: -len(suffix)] + suffix: name for name in names if name.lower().endswith(f".{suffix}")}
     if not lower:
         return {}
     whole = set(map(_folded, images))

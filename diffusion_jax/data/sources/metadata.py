@@ -21,9 +21,7 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import TEXTS, Inventory
 from diffusion_jax.files import untrusted
 
-SUFFIXES = {
-    "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
-}  # fmt: skip
+SUFFIXES = {"csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"}
 """The suffix of each kind of table in data.text."""
 
 
@@ -105,8 +103,7 @@ def read(
         for image, several in texts.items():
             if image in found:
                 raise ValueError(
-                    f"both {root / table_of[image]} and {root / table} describe {image}: remove "
-                    "one of the tables"
+                    f"both {root / table_of[image]} and {root / table} describe {image}: remove one of the tables"
                 )
             if number and len({value for value, _ in several}) > 1:
                 raise ValueError(
@@ -179,16 +176,13 @@ def _read_table(
         if not column:
             named = (other for other, later in cells if rows.name_column(later))
             if table.lower().endswith(".jsonl") and (other := next(named, "")):
-                raise ValueError(
-                    f"{place} {_no_name(row)}; {other} names an image: correct or remove the row"
-                )
+                raise ValueError(f"{place} {_no_name(row)}; {other} names an image: correct or remove the row")
             inventory.add("table_without_file_name", [table])
             return {}, []
         name, cell = row.get(column), row.get(field)
         if not (isinstance(name, str) and name) and not (column == rows.KEY and type(name) is int):
             raise ValueError(
-                f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or "
-                "remove the row"
+                f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or remove the row"
             )
         if cell is None and not (number and field in row):
             continue  # The image counts as one without a caption or number.
@@ -212,10 +206,7 @@ def _read_table(
             parts = collections.defaultdict[int, list[Any]](list)
             for row in later:
                 parts[depths[row[1]]].append(row)
-            rest = [
-                _assign(texts, parts[depth], images, _tail(depth), _by_end(depth))
-                for depth in parts
-            ]
+            rest = [_assign(texts, parts[depth], images, _tail(depth), _by_end(depth)) for depth in parts]
             later = [row for of_depth in rest for row in of_depth]
     return texts, [(place, name) for place, name, _ in later]
 
@@ -280,8 +271,11 @@ def folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-_FORMS = {folded: "other case or Unicode form", _stem: "without the suffix",
-          _folded_stem: "without the suffix and in other case or Unicode form"}  # fmt: skip
+_FORMS = {
+    folded: "other case or Unicode form",
+    _stem: "without the suffix",
+    _folded_stem: "without the suffix and in other case or Unicode form",
+}
 """How the names of rows may differ from an image's path."""
 
 

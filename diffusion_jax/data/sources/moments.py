@@ -51,19 +51,12 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     tars = open_tars(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES, fields)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
-    make = functools.partial(
-        read, shape=(shapes.size, shapes.size), factor=factor, channels=channels
-    )
+    make = functools.partial(read, shape=(shapes.size, shapes.size), factor=factor, channels=channels)
     return DecodedPictures(tars, make, data, functools.partial(size_of, factor=factor))
 
 
 def read(
-    contents: bytes,
-    place: tuple[float, float],
-    *,
-    shape: tuple[int, int],
-    factor: int,
-    channels: int,
+    contents: bytes, place: tuple[float, float], *, shape: tuple[int, int], factor: int, channels: int
 ) -> Float[np.ndarray, "h w _"]:
     """Decode the contents of a file of VAE moments to float32 [h, w, 2 Z].
 
@@ -140,9 +133,7 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
     stored = find_manifest(path)
     if stored is None:
         return
-    if different := settings_record.differences(
-        {name: stored.get(name) for name in expected}, expected
-    ):
+    if different := settings_record.differences({name: stored.get(name) for name in expected}, expected):
         raise ValueError(
             f"the moments in {path} were computed with other settings ({different}): set the "
             "config to the stored settings, or compute moments in a new folder"

@@ -87,8 +87,13 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
 
     root = os.fspath(builder.data_dir)
     about = [os.path.join(root, name) for name in ("dataset_info.json", "features.json")]
-    rule = {"source": "tfds", "split": split, "text": text, "ranges": list(map(str, fields)),
-            "fields": [field.name for field in fields]}  # fmt: skip
+    rule = {
+        "source": "tfds",
+        "split": split,
+        "text": text,
+        "ranges": list(map(str, fields)),
+        "fields": [field.name for field in fields],
+    }
     files = [*about, *(os.fspath(part.filename) for part in parts)]
     table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
     table.prefix = f"{path}, "
@@ -104,17 +109,13 @@ def _about(
     return *captions.with_origins(pairs), numbers
 
 
-def _check(
-    path: str, example: Any, texts: Sequence[tuple[str, float]], fields: Sequence[Field]
-) -> None:
+def _check(path: str, example: Any, texts: Sequence[tuple[str, float]], fields: Sequence[Field]) -> None:
     """Raise ValueError if an example lacks the feature of a text or number."""
     needed = [(name, "text to the caption feature") for name, _ in texts]
     needed += [(field.name, "fields to the features of numbers") for field in fields]
     for name, advice in needed:
         if _inside(example, name) is None:
-            raise ValueError(
-                f"{path} has no feature {name!r}: it has {', '.join(example)}. Set data.{advice}"
-            )
+            raise ValueError(f"{path} has no feature {name!r}: it has {', '.join(example)}. Set data.{advice}")
 
 
 @contextlib.contextmanager
@@ -144,9 +145,7 @@ def _examples(
                 place = Place(os.fspath(part.filename), number, -1, f"{reading.RECORD}{image}")
                 yield place, example
         else:
-            yield from (
-                (b"" if isinstance(e, Unusable) else e[image], e) for e in _in_order(source)
-            )
+            yield from ((b"" if isinstance(e, Unusable) else e[image], e) for e in _in_order(source))
 
 
 def _in_order(source: Any) -> Iterator[Any]:
@@ -166,9 +165,7 @@ def _one(source: Any, index: int) -> Any:
         return Unusable("broken_record", " ".join(str(error).split()))
 
 
-def _in_tf_records(
-    info: Any, parts: Sequence[Any], image: str, decoders: Any
-) -> Iterator[tuple[Place, Any]]:
+def _in_tf_records(info: Any, parts: Sequence[Any], image: str, decoders: Any) -> Iterator[tuple[Place, Any]]:
     if info.file_format.name != "TFRECORD":
         raise ValueError(f"the file format {info.file_format.name} has no random access")
     for part in parts:

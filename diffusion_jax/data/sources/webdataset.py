@@ -27,17 +27,26 @@ from diffusion_jax.logs import progress
 
 _INDICES = 32  # Number of tars whose indices are held in memory together.
 _TEXTS = 256  # Number of records whose texts are read together.
-_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture",
-          "second_caption", "no_caption", "no_picture", "duplicate_key",
-          "broken_record")  # fmt: skip
+_KINDS = (
+    PICTURES,
+    TEXTS,
+    COMPANIONS,
+    "dot_in_name",
+    "format",
+    "second_picture",
+    "second_caption",
+    "no_caption",
+    "no_picture",
+    "duplicate_key",
+    "broken_record",
+)
 
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the webdataset tars at a config's data.path."""
     return open_tars(
-        records.path_of(data), data.text, data.uncaptioned, data.max_broken,
-        fields=picture_fields.read(data.fields),
-    )  # fmt: skip
+        records.path_of(data), data.text, data.uncaptioned, data.max_broken, fields=picture_fields.read(data.fields)
+    )
 
 
 def open_tars(
@@ -81,17 +90,13 @@ def open_tars(
         if not inventory.damaged():
             raise
         raise ValueError(
-            f"tars in {path} are damaged: copy or download them again. This may be the cause: "
-            f"{error}"
+            f"tars in {path} are damaged: copy or download them again. This may be the cause: {error}"
         ) from error
     return table
 
 
 def import_tars(
-    path: str | os.PathLike[str],
-    text: str,
-    images: Sequence[str] = (),
-    fields: Sequence[Field] = (),
+    path: str | os.PathLike[str], text: str, images: Sequence[str] = (), fields: Sequence[Field] = ()
 ) -> Table:
     """Return the table of the tars at `path`, even if they are damaged or hold no images.
 
@@ -106,11 +111,13 @@ def import_tars(
     names, stamps = tars.find_stamped(os.fspath(path), beside)
     root = _root(os.fspath(path), names)
     importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
-    rule = {**settings, "path": f"{path}/".removeprefix(root).rstrip("/"),
-            "images": importer.images, "fields": [field.name for field in fields]}  # fmt: skip
-    table = home.open_table(
-        home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps)
-    )
+    rule = {
+        **settings,
+        "path": f"{path}/".removeprefix(root).rstrip("/"),
+        "images": importer.images,
+        "fields": [field.name for field in fields],
+    }
+    table = home.open_table(home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps))
     inventory = table.inventory()
     inventory.update(beside)  # It may have changed since the tars were imported.
     table.card["inventory"] = inventory.saved()
@@ -125,9 +132,7 @@ def _root(path: str, names: Sequence[str]) -> str:
     return root[: root.rfind("/") + 1]
 
 
-def _check_damage(
-    num_records: int, inventory: Inventory, facts: Mapping[str, Any], max_broken: float
-) -> None:
+def _check_damage(num_records: int, inventory: Inventory, facts: Mapping[str, Any], max_broken: float) -> None:
     num_broken, lost = inventory.counts["broken_tar"], inventory.counts["broken_header"]
     if num_broken and (num_broken > max_broken * facts["tars"] or num_broken == facts["tars"]):
         raise ValueError(
@@ -145,9 +150,7 @@ def _check_damage(
 class _Importer:
     """Yields the records in tars that have an image and a text."""
 
-    def __init__(
-        self, names: Sequence[str], text: str, images: Sequence[str], fields: Sequence[Field]
-    ):
+    def __init__(self, names: Sequence[str], text: str, images: Sequence[str], fields: Sequence[Field]):
         self._parts = records.check_text(text)
         records.check_places(fields, ("json",))
         self._names, self.images, self._fields = names, images, fields
@@ -189,10 +192,7 @@ class _Importer:
                 text, origins = self._text(others, places, contents)
                 numbers = contents.get(others[-1], b"{}") if self._fields else b"{}"
                 text = numbers if isinstance(numbers, Unusable) else text
-                yield Row(
-                    names[image], (key + rank) % 2**64, places[image], text, origins,
-                    self._numbers(numbers),
-                )  # fmt: skip
+                yield Row(names[image], (key + rank) % 2**64, places[image], text, origins, self._numbers(numbers))
 
     def _text(
         self, files: Sequence[int], places: Sequence[Place], contents: Mapping[int, Any]
@@ -238,9 +238,7 @@ def _attempt(name: str) -> Index | ValueError:
         return error
 
 
-def _count(
-    tar: str, index: Index, names: Sequence[str], kinds: np.ndarray, inventory: LeftOut
-) -> None:
+def _count(tar: str, index: Index, names: Sequence[str], kinds: np.ndarray, inventory: LeftOut) -> None:
     """Add all files of a tar to the inventory. The first names have different suffixes."""
     for number in np.flatnonzero(np.bincount(kinds)).tolist():
         kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
@@ -281,9 +279,7 @@ def _paired(
     is_bare, has_no_picture = (needed[:, 1:] < 0).all(1), needed[:, 0] < 0
     incomplete = is_bare | has_no_picture
     unclear = repeated & np.isin(index.key, index.key[repeated & incomplete])
-    for chosen, kind in (
-        (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
-    ):  # fmt: skip
+    for chosen, kind in ((is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key")):
         rows = needed[chosen].ravel()
         kinds[rows[rows >= 0]] = _KINDS.index(kind)
     return files[~incomplete & ~unclear], kinds

@@ -17,9 +17,7 @@ def prompts() -> list[str]:
     return rendering.seen_prompts() + rendering.heldout_prompts()
 
 
-def open_scorer(
-    size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
-) -> Any:
+def open_scorer(size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()) -> Any:
     """Return the evaluate.scorers.Scorer of the coloured digits.
 
     `size` is the side of the images in pixels. `num_seen` images are scored for each training

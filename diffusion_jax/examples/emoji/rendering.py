@@ -34,13 +34,7 @@ BACKGROUNDS = {
     "blue": (140, 190, 240),
     "purple": (185, 150, 215),
 }
-TONES = {
-    "light": "1F3FB",
-    "medium light": "1F3FC",
-    "medium": "1F3FD",
-    "medium dark": "1F3FE",
-    "dark": "1F3FF",
-}
+TONES = {"light": "1F3FB", "medium light": "1F3FC", "medium": "1F3FD", "medium dark": "1F3FE", "dark": "1F3FF"}
 TONED = ("hands", "people")
 """Kinds of subjects that are drawn without a skin tone and in each of TONES."""
 HELD_OUT_EVERY = 10
@@ -238,10 +232,7 @@ class Emoji(Pictures):
 
 
 def draw(
-    picture: Image.Image,
-    background: str,
-    size: int,
-    shift: Sequence[int | float] | np.ndarray = (0, 0),
+    picture: Image.Image, background: str, size: int, shift: Sequence[int | float] | np.ndarray = (0, 0)
 ) -> UInt8[np.ndarray, "size size 3"]:
     """Draw a picture with a transparent background on a coloured square of size x size pixels.
 

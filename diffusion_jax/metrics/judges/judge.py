@@ -35,12 +35,7 @@ GRID = 16
 """The side in pixels of the feature map after ImageTower's first convolution.
 
 It is the same for all image sizes, because the convolution's stride is the image side / GRID."""
-_CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
-    "judge.json",
-    "judge.safetensors",
-    "heldout.npz",
-    "captions.json",
-)
+_CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = ("judge.json", "judge.safetensors", "heldout.npz", "captions.json")
 _SIGNS = 256  # The dimension of the embeddings of hashed words.
 _ROWS = 100  # Images or texts in a batch.
 
@@ -91,8 +86,7 @@ IMAGE, TEXT = JudgeImageTower(), JudgeTextTower()
 
 # The function that `reader` returns.
 ReadPictures = Callable[
-    [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
-    tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
+    [UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]]
 ]
 
 
@@ -123,9 +117,8 @@ class CaptionMatcher(NamedTuple):
 
 
 def of_params(
-    params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
-    card: dict[str, Any],
-) -> CaptionMatcher:  # fmt: skip
+    params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair], card: dict[str, Any]
+) -> CaptionMatcher:
     """Return a judge. `params` holds the parameters of its towers, {"image": ..., "text": ...}.
 
     The judge resizes images to `size` x `size` pixels. `pairs` holds the reference images and the
@@ -145,8 +138,11 @@ def of_params(
     return CaptionMatcher(
         extractor(IMAGE, "image", f"bicubic {size}", prepare),
         extractor(TEXT, "text", "hashed words", lambda ids: ids),
-        max_tokens, candidates, *pairs, card,
-    )  # fmt: skip
+        max_tokens,
+        candidates,
+        *pairs,
+        card,
+    )
 
 
 def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
@@ -189,26 +185,17 @@ def load(folder: str | os.PathLike[str]) -> CaptionMatcher:
         params = traverse_util.unflatten_dict({tuple(k.split("/")): v for k, v in flat.items()})
         with open(folder / _HELD_OUT, "rb") as file:
             arrays = untrusted.read_archive(file)
-        reference, test = (
-            Pair(arrays[name], arrays[f"{name}_captions"].tolist())
-            for name in ("reference", "test")
-        )
+        reference, test = (Pair(arrays[name], arrays[f"{name}_captions"].tolist()) for name in ("reference", "test"))
         candidates = untrusted.parse_json((folder / _CAPTIONS).read_bytes())
-        judge = of_params(
-            params, card["size"], card["max_tokens"], candidates, (reference, test), card
-        )
+        judge = of_params(params, card["size"], card["max_tokens"], candidates, (reference, test), card)
     except Exception as error:  # Damaged files fail in many ways.
-        raise ValueError(
-            f"{folder} holds a damaged judge: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{folder} holds a damaged judge: {type(error).__name__}: {error}") from error
     if judge.image.weights != card["weights"]:
         raise ValueError(f"{folder / _WEIGHTS} is damaged: its hash differs from that in {_CARD}")
     return judge
 
 
-def vectors(
-    judge: CaptionMatcher, images: UInt8[np.ndarray, "B H W 3"]
-) -> Float[np.ndarray, "B D"]:
+def vectors(judge: CaptionMatcher, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
     """Return the unit vectors [B, WIDTH] that the judge's image tower computes from images."""
     return in_parts(extractors.on_host(judge.image), images)
 
@@ -280,8 +267,7 @@ def real_pictures(
     of_caption = {captions[row]: row for row in order}
 
     def show(prompts):
-        rows = [of_caption.get(text, other)
-                for text, other in zip(prompts, itertools.cycle(order), strict=False)]  # fmt: skip
+        rows = [of_caption.get(text, other) for text, other in zip(prompts, itertools.cycle(order), strict=False)]
         return seen_at(images[rows], size), [captions[row] for row in rows]
 
     return show

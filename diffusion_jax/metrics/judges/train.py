@@ -51,9 +51,7 @@ class Split(NamedTuple):
     """The distinct captions, in the order in which they first occur."""
 
 
-def train(
-    data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = ""
-) -> CaptionMatcher:
+def train(data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = "") -> CaptionMatcher:
     """Train a judge on a captioned data set, and test it on the held-out captions.
 
     Args:
@@ -69,9 +67,7 @@ def train(
         OSError: a data set is missing.
     """
     if size % judge.GRID or size < 2 * judge.GRID:
-        raise ValueError(
-            f"--size={size}: the size must be a multiple of {judge.GRID} and at least 32"
-        )
+        raise ValueError(f"--size={size}: the size must be a multiple of {judge.GRID} and at least 32")
     pictures = sources.open_pictures(sources.named(data), size)
     parts = split(pictures)
     longest = max(len(text.split()) for text in parts.captions)
@@ -79,9 +75,14 @@ def train(
     params = fit(Subset(pictures, parts.training), size, max_tokens, seen, seed)
     pairs = _read(pictures, parts.reference), _read(pictures, parts.test)
     card = {
-        "data": data, "size": size, "seen": seen, "seed": seed,
-        "training": len(parts.training), "heldout": HELD_OUT, "captions": len(parts.captions),
-    }  # fmt: skip
+        "data": data,
+        "size": size,
+        "seen": seen,
+        "seed": seed,
+        "training": len(parts.training),
+        "heldout": HELD_OUT,
+        "captions": len(parts.captions),
+    }
     drawn = np.random.RandomState(0).permutation(len(parts.captions))[:_CANDIDATES]
     candidates = [parts.captions[i] for i in sorted(drawn)]
     trained = judge.of_params(params, size, max_tokens, candidates, pairs, card)
@@ -115,11 +116,7 @@ def split(pictures: Pictures) -> Split:
     texts = _first(pictures.texts(rows))
     share = {text: _hashed(text) for text in texts}
     shares = np.array([share[text] for text in texts])
-    kinds = [
-        shares >= HELD_OUT,
-        shares < HELD_OUT / 2,
-        (shares >= HELD_OUT / 2) & (shares < HELD_OUT),
-    ]
+    kinds = [shares >= HELD_OUT, shares < HELD_OUT / 2, (shares >= HELD_OUT / 2) & (shares < HELD_OUT)]
     training, reference, test = (rows[kind] for kind in kinds)
     few = min(len(reference), len(test))
     if few < 2 or len(training) < _BATCH:
@@ -128,9 +125,7 @@ def split(pictures: Pictures) -> Split:
             "judge: about 50 different captions are needed, of which a tenth are held out of "
             f"training, and at least {_BATCH} pictures whose captions are not held out"
         )
-    return Split(
-        training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share)
-    )
+    return Split(training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share))
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
@@ -140,9 +135,7 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
     """
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1)
-    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
     keys = jax.random.split(jax.random.key(seed))
     params = {
         "image": judge.IMAGE.init(keys[0], jnp.zeros((1, size, size, 3)))["params"],
@@ -208,9 +201,7 @@ def similar(captions: Sequence[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def contrast(
-    params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]
-) -> Float[Array, ""]:
+def contrast(params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]) -> Float[Array, ""]:
     """Return the InfoNCE loss, averaged over both directions (image to text, and text to image).
 
     `x` holds images in [-1, 1], and `ids` their hashed captions. If several images have equal
@@ -260,15 +251,10 @@ def _same_captions(other: str, trained: CaptionMatcher) -> Pair:
     texts = _first(pictures.texts(rows))
     row_of = dict(zip(_own_words(texts, texts), rows.tolist(), strict=True))
     words = _own_words(trained.test.captions, trained.candidates)
-    pairs = [
-        (row_of[key], caption)
-        for key, caption in zip(words, trained.test.captions, strict=True)
-        if key in row_of
-    ]
+    pairs = [(row_of[key], caption) for key, caption in zip(words, trained.test.captions, strict=True) if key in row_of]
     if not pairs:
         raise ValueError(
-            f"no image of --other={other} has the caption of a test image: choose a data set with "
-            "the same captions"
+            f"no image of --other={other} has the caption of a test image: choose a data set with the same captions"
         )
     rows, images, _ = pictures.usable(np.array([row for row, _ in pairs]))
     return Pair(images, [caption for row, caption in pairs if row in set(rows.tolist())])

@@ -60,14 +60,8 @@ def test_calls_splits_names_joined_by_plus_in_order():
     [
         ("scald", r"group.field is 'scald': did you mean 'scaled'\?"),
         ("zzz", "group.field is 'zzz': choose from scaled, plain, elsewhere"),
-        (
-            "scaled(std=1)",
-            "group.field gives scaled the parameter std, but scaled takes only factor",
-        ),
-        (
-            "scaled(1, 2, 3)",
-            "group.field gives scaled 3 values, but scaled takes only factor, shift",
-        ),
+        ("scaled(std=1)", "group.field gives scaled the parameter std, but scaled takes only factor"),
+        ("scaled(1, 2, 3)", "group.field gives scaled 3 values, but scaled takes only factor, shift"),
         ("plain(1)", "group.field gives plain 1 values, but plain takes no parameters"),
         ("scaled(factor=open('x'))", r"group.field is .* write a name, optionally with parameters"),
         ("scaled(factor=big)", "whose values are numbers or texts in quotes"),

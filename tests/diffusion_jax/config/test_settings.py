@@ -45,27 +45,11 @@ def test_split_separates_top_level_values_from_groups():
             "unet",
             "unknown config field unet.widht: did you mean unet.width? Choose from width, sizes",
         ),
-        (
-            {"width": 1, "size": ()},
-            "",
-            "unknown config field size: did you mean sizes? Choose from width, sizes",
-        ),
-        (
-            {"width": 1, "sizes": (), "qqq": 0},
-            "unet",
-            "unknown config field unet.qqq: choose from width, sizes",
-        ),
-        (
-            {},
-            "unet",
-            "the config lacks unet.sizes, unet.width: set every field that has no default",
-        ),
+        ({"width": 1, "size": ()}, "", "unknown config field size: did you mean sizes? Choose from width, sizes"),
+        ({"width": 1, "sizes": (), "qqq": 0}, "unet", "unknown config field unet.qqq: choose from width, sizes"),
+        ({}, "unet", "the config lacks unet.sizes, unet.width: set every field that has no default"),
         ({"width": 1}, "", "the config lacks sizes: set every field that has no default"),
-        (
-            {"precond": "v"},
-            "diffusion",
-            "unknown config field diffusion.precond: its name is now diffusion.predicts",
-        ),
+        ({"precond": "v"}, "diffusion", "unknown config field diffusion.precond: its name is now diffusion.predicts"),
     ],
 )
 def test_unknown_and_missing_fields_are_errors_that_name_them(values, name, message):
@@ -95,8 +79,10 @@ def test_a_field_of_a_network_defaults_to_the_value_in_its_module():
         dtype: DTypeLike = jnp.bfloat16
 
     assert settings.complete(ranges.defaults(Network), {"width": 8}, "unet") == {
-        "width": 8, "depth": 2, "dtype": "bfloat16",
-    }  # fmt: skip
+        "width": 8,
+        "depth": 2,
+        "dtype": "bfloat16",
+    }
     read = settings.read(Network, {"width": 8, "dtype": "float32"}, "unet")
     assert (read.width, read.depth, read.dtype) == (8, 2, jnp.float32)
     with pytest.raises(ValueError, match=r"^the config lacks unet\.width: set every"):
@@ -158,11 +144,7 @@ def test_values_within_their_ranges_are_accepted(values):
         ("sizes", (), "is empty: give one number or more"),
         ("sizes", (1, 0), "is (1, 0): it must be above 0"),
         ("sizes", 3, "is 3: it must be a tuple, with each entry a whole number"),
-        (
-            "blocks",
-            "two",
-            "is 'two': it must be a whole number or a tuple, with each entry a whole number",
-        ),
+        ("blocks", "two", "is 'two': it must be a whole number or a tuple, with each entry a whole number"),
         ("decays", (0.9, 9999), "is (0.9, 9999): it must be from 0 to below 1"),
         ("crop", "centre", "is 'centre': did you mean 'center'? Choose from center, random"),
         ("grid", "evn", "is 'evn': did you mean 'even'? Choose from even"),
@@ -217,9 +199,7 @@ def kinds():
     for module in (imagen_settings, sd_settings):
         for system in module.SYSTEMS.values():
             for kind in system.groups.values():
-                group_types += (
-                    map(named.resolved, kind.values()) if isinstance(kind, Mapping) else [kind]
-                )
+                group_types += map(named.resolved, kind.values()) if isinstance(kind, Mapping) else [kind]
     return dict.fromkeys(kind for kind in group_types if not isinstance(kind, types.UnionType))
 
 

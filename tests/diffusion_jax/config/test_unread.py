@@ -28,16 +28,12 @@ def test_unread_fields_that_differ_from_their_default_are_reported():
     assert left(sampler, lambda s: (s.churn, s.eta)) == {}
 
 
-@pytest.mark.parametrize(
-    "take", [lambda s: s._replace(steps=2), lambda s: [*s], lambda s: s._asdict()]
-)
+@pytest.mark.parametrize("take", [lambda s: s._replace(steps=2), lambda s: [*s], lambda s: s._asdict()])
 def test_copying_a_whole_group_counts_as_reading_all_its_fields(take):
     assert left(Sampler(eta=0.5), take) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "field"), [("heun", "eta"), ("ddim", "churn"), ("euler", "eta"), ("euler", "churn")]
-)
+@pytest.mark.parametrize(("name", "field"), [("heun", "eta"), ("ddim", "churn"), ("euler", "eta"), ("euler", "churn")])
 def test_a_field_of_another_sampler_is_reported_as_unread(name, field):
     sampler = Sampler(name=name, **{field: 0.5})
     assert left(sampler, samplers.make) == {f"sampler.{field}": 0.5}
@@ -51,8 +47,6 @@ def test_a_group_that_records_reads_equals_its_plain_group_and_its_copies_record
 
 def test_the_quickstart_config_sets_no_unread_sampler_field():
     """An unread field would make the first command of the quick start print a warning."""
-    s, unread_fields = unread.watched(
-        read_settings(quickstart.get_config().to_dict()), ("sampler",)
-    )
+    s, unread_fields = unread.watched(read_settings(quickstart.get_config().to_dict()), ("sampler",))
     samplers.make(s.sampler)
     assert "sampler.eta" not in unread_fields()

@@ -40,9 +40,7 @@ def folder(tmp_path_factory):
 def open_batches(path, batch_size=4, **options):
     pictures = open_pictures(Data("folder", path=path), 16)
     buckets = aspect_buckets.sort(pictures, SHAPES)
-    return pipeline.make_batches(
-        pictures, TOKENIZE, batch_size=batch_size, seed=3, buckets=buckets, **options
-    )
+    return pipeline.make_batches(pictures, TOKENIZE, batch_size=batch_size, seed=3, buckets=buckets, **options)
 
 
 def numbers(batches, steps):
@@ -153,10 +151,7 @@ def test_a_saved_position_is_rejected_with_other_buckets_or_batch_sizes(folder):
 def test_aspect_buckets_keep_the_weights_of_a_mixture(tmp_path):
     """Each of the two pictures of `a` is drawn three times as often as one of the four of `b`."""
     tall, square = (60, 20), (20, 20)
-    paths = (
-        write(tmp_path / "a", [tall, square]),
-        write(tmp_path / "b", [tall, tall, square, square], first=10),
-    )
+    paths = (write(tmp_path / "a", [tall, square]), write(tmp_path / "b", [tall, tall, square, square], first=10))
     parts = [open_pictures(Data("folder", path=path), 16) for path in paths]
     mixed = Mixture(parts, [3, 2])
     buckets = aspect_buckets.sort(mixed, SHAPES)
@@ -176,9 +171,7 @@ def test_a_damaged_picture_is_replaced_by_a_training_picture_of_its_bucket(tmp_p
     out = {int(text) for text in heldout.texts(np.arange(len(heldout)))}
     assert 20 < len(out) < 60
     buckets = aspect_buckets.sort(training, SHAPES)
-    with pipeline.make_batches(
-        training, TOKENIZE, batch_size=4, seed=0, buckets=buckets
-    ) as batches:
+    with pipeline.make_batches(training, TOKENIZE, batch_size=4, seed=0, buckets=buckets) as batches:
         for _ in range(60):
             batch = next(batches)
             ratios = {WANTED[n % 7] for n in batch["n"].tolist()}
@@ -218,9 +211,7 @@ def test_a_bucket_shape_that_the_model_cannot_train_on_is_an_error(wrong, messag
 
 def test_aspect_buckets_of_a_source_without_files_are_an_error():
     with pytest.raises(ValueError, match=r"aspect buckets have no use: set data.aspect_buckets"):
-        aspect_buckets.sort(
-            open_pictures(Data("diffusion_jax.examples.digits.rendering"), 16), SHAPES
-        )
+        aspect_buckets.sort(open_pictures(Data("diffusion_jax.examples.digits.rendering"), 16), SHAPES)
 
 
 def test_the_report_lists_bucket_shares_and_the_cropped_area(folder):
@@ -238,10 +229,7 @@ def test_the_report_lists_bucket_shares_and_the_cropped_area(folder):
 def test_examples_have_one_batch_per_bucket_shape(folder):
     pictures = open_pictures(Data("folder", path=folder), 16)
     batches = pipeline.make_batches(
-        pictures, hashed.encoder(32, 6).tokenize, batch_size=2, seed=0,
-        buckets=aspect_buckets.sort(pictures, SHAPES),
-    )  # fmt: skip
+        pictures, hashed.encoder(32, 6).tokenize, batch_size=2, seed=0, buckets=aspect_buckets.sort(pictures, SHAPES)
+    )
     with batches:
-        assert [b["image"].shape for b in batches.examples()] == [
-            (1, *shape, 3) for shape in SHAPES
-        ]
+        assert [b["image"].shape for b in batches.examples()] == [(1, *shape, 3) for shape in SHAPES]

@@ -29,8 +29,7 @@ def data(tmp_path, monkeypatch):
     for name in ("images", "precached"):
         (tmp_path / name).mkdir()
     for shard in range(2):
-        records = [{tars.KEY: b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"}
-                   for i in range(3)]  # fmt: skip
+        records = [{tars.KEY: b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"} for i in range(3)]
         tars.write(tmp_path / f"images/{shard:05}.tar", records)
     places = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # (0, 2) has no embedding.
     write_embeddings(
@@ -71,9 +70,7 @@ def test_each_picture_gets_its_own_embedding_and_keeps_its_caption(data, capsys)
     records = opened(data).read(range(5))
     assert [record.image for record in records] == [b"00", b"01", b"10", b"11", b"12"]
     for record in records:
-        np.testing.assert_array_equal(
-            record.text, np.full((2, 4), int(record.image), np.float32), strict=True
-        )
+        np.testing.assert_array_equal(record.text, np.full((2, 4), int(record.image), np.float32), strict=True)
     assert [record.text for record in opened(data, "txt").read(range(6))] == ["t"] * 6
     assert opened(data).left_out() == {"no_caption": 1}
     assert before == {path: path.read_bytes() for path in before}
@@ -90,10 +87,14 @@ def test_all_that_does_not_fit_is_counted_and_named(data, capsys):
     more = data / "precached/t1.tar"
     write_embeddings(
         more,
-        [("00000/0002", np.zeros((1, 3))), ("00001.tar/0001", np.ones((2, 4))),
-         ("00009.tar/0001", np.ones((2, 4))), ("00001.tar/0000", np.ones((2, 4)))],
+        [
+            ("00000/0002", np.zeros((1, 3))),
+            ("00001.tar/0001", np.ones((2, 4))),
+            ("00009.tar/0001", np.ones((2, 4))),
+            ("00001.tar/0000", np.ones((2, 4))),
+        ],
         checksums=True,
-    )  # fmt: skip
+    )
     whole = bytearray(more.read_bytes())
     at = whole.index(b"00001.tar/0001") + 512 + 200
     whole[at] ^= 1
@@ -106,8 +107,7 @@ def test_all_that_does_not_fit_is_counted_and_named(data, capsys):
     first = f"{data}/precached/t0_r0_0.tar/00001.tar"
     assert printed["duplicates"].startswith("2: ") and first in printed["duplicates"]
     assert printed["damaged"] == (
-        f"1: {more}/00001.tar/0001.pickle (wrong_checksum: a file of it has changed since it was "
-        "written)"
+        f"1: {more}/00001.tar/0001.pickle (wrong_checksum: a file of it has changed since it was written)"
     )
     assert printed["width 3"] == f"1: {more}/00000/0002.pickle"
     texts = opened(data).texts(range(6))
@@ -177,9 +177,7 @@ def test_left_out_pictures_keep_their_rows_and_are_not_read(data, capsys):
     for text, row in (("t5.npy", 2), ("txt", 3)):
         records = opened(data, text)
         [first, left] = records.read([0, row])
-        assert (first.image, left.image, str(left.text)) == (
-            b"00", b"", "left_out: `data edit --leave_out` names it"
-        )  # fmt: skip
+        assert (first.image, left.image, str(left.text)) == (b"00", b"", "left_out: `data edit --leave_out` names it")
         assert str(records.texts([row])[0]) == str(left.text)
         assert records.left_out()["left_out"] == 1
     np.testing.assert_array_equal(opened(data).keys(np.arange(5)), keys)
@@ -199,7 +197,5 @@ def test_names_of_no_picture_are_refused_and_change_nothing(data, capfd):
 def test_the_column_moves_with_the_table(data):
     attach(data)
     (data / "table").rename(data / "moved")
-    records = sources.open_records(
-        Data("webdataset", str(data / "moved"), "t5.npy", uncaptioned="drop")
-    )
+    records = sources.open_records(Data("webdataset", str(data / "moved"), "t5.npy", uncaptioned="drop"))
     assert len(records) == 5

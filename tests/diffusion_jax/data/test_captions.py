@@ -51,9 +51,7 @@ def test_several_text_fields_give_captions_with_weights(folder):
 
 def test_pictures_that_lack_a_text_field_are_reported(folder, caplog):
     open_folder(folder, "txt,json:long")
-    assert (
-        "1 of 8 pictures have no json:long, only other texts; the first: 00007.png" in caplog.text
-    )
+    assert "1 of 8 pictures have no json:long, only other texts; the first: 00007.png" in caplog.text
 
 
 def test_captions_are_chosen_by_their_weights(folder):
@@ -95,10 +93,12 @@ def test_a_held_out_picture_always_has_the_same_caption(folder):
 
 def test_tars_have_the_same_captions_as_folders(folder, tmp_path):
     members = [
-        {tars.KEY: path.stem.encode(), **{
-            file.suffix[1:]: file.read_bytes() for file in sorted(folder.glob(f"{path.stem}.*"))}}
+        {
+            tars.KEY: path.stem.encode(),
+            **{file.suffix[1:]: file.read_bytes() for file in sorted(folder.glob(f"{path.stem}.*"))},
+        }
         for path in sorted(folder.glob("*.png"))
-    ]  # fmt: skip
+    ]
     tars.write(tmp_path / "0.tar", members)
     for text in ("txt,json:long*0.5", "json:long,txt", "txt"):
         expected = open_folder(folder, text).texts(range(8))
@@ -237,9 +237,7 @@ def test_half_a_character_in_json_is_named_and_not_taken_for_a_byte(tmp_path):
     (folder / "00000.json").write_text('{"long": "a \\ud83d"}')
     (folder / "00001.json").write_bytes(b'{"long": "caf\\udce9"}')
     half, byte = open_folder(folder, "json:long").texts([0, 1])
-    assert str(half) == (
-        "broken_text: the text holds one half (U+D83D) of a character: write both halves"
-    )
+    assert str(half) == ("broken_text: the text holds one half (U+D83D) of a character: write both halves")
     assert str(byte).endswith("is not UTF-8 text (byte 0xe9)")
 
 

@@ -31,9 +31,7 @@ def smooth(width, height):
 def test_crop_takes_the_centre_of_wide_and_tall_images():
     stripes = np.repeat(np.eye(3, dtype=np.uint8) * 255, 32, axis=0)  # [96, 3]: red, green, blue
     wide = np.tile(stripes, (32, 1, 1))
-    np.testing.assert_array_equal(
-        square(encode(Image.fromarray(wide)), 32), np.broadcast_to((0, 255, 0), (32, 32, 3))
-    )
+    np.testing.assert_array_equal(square(encode(Image.fromarray(wide)), 32), np.broadcast_to((0, 255, 0), (32, 32, 3)))
     tall = encode(Image.fromarray(wide.swapaxes(0, 1)))
     np.testing.assert_array_equal(square(tall, 32)[:, :, 1], np.full((32, 32), 255))
 
@@ -115,8 +113,9 @@ def test_a_crop_matches_a_crop_of_the_whole_resized_image(size):
         assert np.abs(actual - expected).max() <= 1
 
 
-@pytest.mark.parametrize("format", ["AVIF", "BMP", "DIB", "JPEG2000", "MPO", "PCX", "PPM", "PSD",
-                                    "QOI", "SGI", "TGA", "TIFF", "GIF"])  # fmt: skip
+@pytest.mark.parametrize(
+    "format", ["AVIF", "BMP", "DIB", "JPEG2000", "MPO", "PCX", "PPM", "PSD", "QOI", "SGI", "TGA", "TIFF", "GIF"]
+)
 def test_every_format_that_pillow_decodes_is_read(format):
     colours = Image.new("RGB", (24, 16), (40, 120, 200))
     if format == "PSD":  # Pillow cannot write PSD. Version 1, 3 channels, 16 rows, 24 columns.
@@ -133,8 +132,24 @@ def test_every_format_that_pillow_decodes_is_read(format):
 
 def test_image_suffixes_follow_from_pillows_decoders_and_plugins(tmp_path, monkeypatch):
     suffixes = set(untrusted.image_suffixes())
-    assert suffixes >= {"jpg", "jpeg", "jfif", "png", "webp", "avif", "bmp", "tif", "tiff", "gif",
-                        "ppm", "pgm", "tga", "jp2", "ico", "psd"}  # fmt: skip
+    assert suffixes >= {
+        "jpg",
+        "jpeg",
+        "jfif",
+        "png",
+        "webp",
+        "avif",
+        "bmp",
+        "tif",
+        "tiff",
+        "gif",
+        "ppm",
+        "pgm",
+        "tga",
+        "jp2",
+        "ico",
+        "psd",
+    }
     assert not suffixes & {"eps", "ps", "mpg", "pdf", "h5", "emf", "jxl", "txt", "json"}
     (tmp_path / "pillow_jxl.py").write_text(
         "from PIL import Image, PpmImagePlugin\n"
@@ -156,8 +171,9 @@ def test_an_animation_is_read_as_its_first_frame():
         assert np.abs(square(data, 8).astype(int) - (255, 0, 0)).max() <= 3
 
 
-@pytest.mark.parametrize(("format", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("PPM", "<i4"),
-                                               ("JPEG2000", "<u2"), ("PPM", "<f4")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("PPM", "<i4"), ("JPEG2000", "<u2"), ("PPM", "<f4")]
+)
 def test_deep_grey_images_are_scaled_to_8_bits(format, dtype):
     ramp = np.arange(256).reshape(16, 16).repeat(2, 0).repeat(2, 1)
     deep = ramp * (1 / 255 if dtype == "<f4" else 257)
@@ -177,12 +193,7 @@ def test_a_16_bit_tiff_with_white_as_zero_is_inverted(compression, white_is_zero
 
 
 def test_pixels_without_a_known_white_level_are_unusable():
-    for value, dtype in (
-        (300, np.float32),
-        (-0.5, np.float32),
-        (np.nan, np.float32),
-        (9, np.int32),
-    ):
+    for value, dtype in ((300, np.float32), (-0.5, np.float32), (np.nan, np.float32), (9, np.int32)):
         for orientation in (1, 6):
             tags = {ExifTags.Base.Orientation: orientation}
             data = encode(Image.fromarray(np.full((8, 8), value, dtype)), "TIFF", tiffinfo=tags)
@@ -211,19 +222,25 @@ def png(depth, kind, row, transparent):
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-@pytest.mark.parametrize(("depth", "kind", "row", "transparent", "opaque"), [
-    (1, 0, b"\x10", (1,), (0, 0, 0)),
-    (2, 0, b"\xa9", (1,), (170, 170, 170)),
-    (4, 0, b"\xaa\xa5", (5,), (170, 170, 170)),
-    (8, 0, b"\xaa\xaa\xaa\5", (5,), (170, 170, 170)),
-    (16, 0, b"\xaa\xaa" * 3 + b"\0\5", (5,), (170, 170, 170)),
-    (8, 2, b"\3\2\1" * 3 + b"\1\2\3", (1, 2, 3), (3, 2, 1)),
-    (16, 2, struct.pack(">12H", *(30000, 10000, 50000) * 3, 50000, 10000, 30000),
-     (50000, 10000, 30000), (117, 39, 195)),
-])  # fmt: skip
-def test_the_transparent_colour_of_a_png_of_any_depth_becomes_white(
-    depth, kind, row, transparent, opaque
-):
+@pytest.mark.parametrize(
+    ("depth", "kind", "row", "transparent", "opaque"),
+    [
+        (1, 0, b"\x10", (1,), (0, 0, 0)),
+        (2, 0, b"\xa9", (1,), (170, 170, 170)),
+        (4, 0, b"\xaa\xa5", (5,), (170, 170, 170)),
+        (8, 0, b"\xaa\xaa\xaa\5", (5,), (170, 170, 170)),
+        (16, 0, b"\xaa\xaa" * 3 + b"\0\5", (5,), (170, 170, 170)),
+        (8, 2, b"\3\2\1" * 3 + b"\1\2\3", (1, 2, 3), (3, 2, 1)),
+        (
+            16,
+            2,
+            struct.pack(">12H", *(30000, 10000, 50000) * 3, 50000, 10000, 30000),
+            (50000, 10000, 30000),
+            (117, 39, 195),
+        ),
+    ],
+)
+def test_the_transparent_colour_of_a_png_of_any_depth_becomes_white(depth, kind, row, transparent, opaque):
     pixels = square(png(depth, kind, row, transparent), 4)
     assert (pixels[:, :3] == opaque).all() and (pixels[:, 3] == 255).all()
 
@@ -284,8 +301,11 @@ def test_a_jpeg_2000_with_deep_colours_is_unusable_because_its_white_would_be_bl
 def wide_gamut():
     """Return an ICC profile with Display P3's primaries (adapted to D50) and sRGB's curve."""
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
-    primaries = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419),
-                 b"bXYZ": (0.1572, 0.0666, 0.7841)}  # fmt: skip
+    primaries = {
+        b"rXYZ": (0.5151, 0.2412, -0.0011),
+        b"gXYZ": (0.2919, 0.6922, 0.0419),
+        b"bXYZ": (0.1572, 0.0666, 0.7841),
+    }
     for entry in range(132, 132 + 12 * int.from_bytes(profile[128:132], "big"), 12):
         name, offset, _ = struct.unpack(">4sII", profile[entry : entry + 12])
         if name in primaries:

@@ -29,38 +29,20 @@ def saved(save, *args, **kwargs):
     ],
 )
 def test_every_format_is_read_as_a_float32_array(name, contents):
-    np.testing.assert_array_equal(
-        embeddings.read(contents, name), ARRAY.astype(np.float32), strict=True
-    )
+    np.testing.assert_array_equal(embeddings.read(contents, name), ARRAY.astype(np.float32), strict=True)
 
 
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
         ("a.npy", b"\x93NUM", r"cannot read the embeddings a\.npy: "),
-        (
-            "a.npy",
-            saved(np.save, np.array([{}]), allow_pickle=True),
-            "cannot read.* Python objects",
-        ),
+        ("a.npy", saved(np.save, np.array([{}]), allow_pickle=True), "cannot read.* Python objects"),
         ("a.npy", pickle.dumps(ARRAY), "cannot read the embeddings"),
         ("a.npz", saved(np.savez, a=ARRAY, b=ARRAY), r"arrays \['a', 'b'\]: name one of them"),
         ("a.npy", saved(np.save, ARRAY[0]), r"are float16\[4\]: they must be a float array \[tok"),
-        (
-            "a.npy",
-            saved(np.save, np.eye(2, dtype=int)),
-            r"are int64\[2, 2\]: they must be a float array",
-        ),
-        (
-            "a.npy",
-            saved(np.save, np.array([[1, np.nan]])),
-            "a.npy hold NaN or infinite values: enc",
-        ),
-        (
-            "a.npy",
-            saved(np.save, np.array([[np.inf]], "f2")),
-            "a.npy hold NaN or infinite values: encode",
-        ),
+        ("a.npy", saved(np.save, np.eye(2, dtype=int)), r"are int64\[2, 2\]: they must be a float array"),
+        ("a.npy", saved(np.save, np.array([[1, np.nan]])), "a.npy hold NaN or infinite values: enc"),
+        ("a.npy", saved(np.save, np.array([[np.inf]], "f2")), "a.npy hold NaN or infinite values: encode"),
     ],
 )
 def test_damaged_files_of_embeddings_are_errors(name, contents, message):
@@ -81,9 +63,7 @@ def as_nemo(array, protocol=4):
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_arrays_are_read_from_pickles_of_every_protocol(protocol):
     array = np.arange(6, dtype=np.float16).reshape(2, 3)
-    np.testing.assert_array_equal(
-        embeddings.read_pickle(as_nemo(array, protocol)), array, strict=True
-    )
+    np.testing.assert_array_equal(embeddings.read_pickle(as_nemo(array, protocol)), array, strict=True)
     several = pickle.dumps({"a": {"x": array}, "b": array * 2}, protocol)
     np.testing.assert_array_equal(embeddings.read_pickle(several, "a/x"), array)
     with pytest.raises(ValueError, match="the pickle holds a/x, b: choose one array with --key"):
@@ -95,9 +75,7 @@ def test_a_pickle_that_would_execute_code_is_an_error(tmp_path):
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "harm"),))
 
-    with pytest.raises(
-        ValueError, match=r"the pickle refers to \w+\.mkdir, but may hold only arrays"
-    ):
+    with pytest.raises(ValueError, match=r"the pickle refers to \w+\.mkdir, but may hold only arrays"):
         embeddings.read_pickle(pickle.dumps({"encodings": Harm()}))
     assert not (tmp_path / "harm").exists()
     with pytest.raises(ValueError, match="cannot read embeddings from a pickle"):

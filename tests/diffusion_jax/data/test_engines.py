@@ -52,8 +52,7 @@ def contents(folder):
 def test_each_worker_starts_with_its_own_part_and_then_takes_the_rest(count, workers):
     turns = [list(engines.Worker(w, workers).turns(count)) for w in range(workers)]
     assert all(sorted(order) == list(range(count)) for order in turns)
-    own = [order[: count * (w + 1) // workers - count * w // workers]
-           for w, order in enumerate(turns)]  # fmt: skip
+    own = [order[: count * (w + 1) // workers - count * w // workers] for w, order in enumerate(turns)]
     assert [i for part in own for i in part] == list(range(count))
 
 
@@ -97,10 +96,7 @@ def test_pickled_data_sources_are_opened_again_once_per_process(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"engine": "beam", "workers": 2},
-            r"remove --worker and --workers, and set",
-        ),
+        ({"engine": "beam", "workers": 2}, r"remove --worker and --workers, and set"),
         ({"beam_options": "--runner=X"}, r"--beam_options=--runner=X is for --engine=beam"),
         ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: the index must be from 0 to 1"),
     ],
@@ -184,9 +180,7 @@ def test_beam_repeats_the_items_of_a_killed_worker(tmp_path, beam):
 
 @pytest.mark.slow
 def test_a_failed_beam_job_is_a_one_line_error(tmp_path, beam):
-    with pytest.raises(
-        OSError, match=r"Beam did not finish 10 of 10 shards: no \d+ \[while running"
-    ):
+    with pytest.raises(OSError, match=r"Beam did not finish 10 of 10 shards: no \d+ \[while running"):
         fill(beam(""), tmp_path, refusing)
 
 
@@ -200,9 +194,7 @@ def test_reshard_and_precache_write_the_same_bytes_on_beam(tmp_path, beam):
     written = []
     for name, engine in {"alone": engines.ALONE, "beam": beam(TWO)}.items():
         out = tmp_path / name
-        counts = reshard.reshard(
-            opened, out / "tars", num=8, format="webdataset", identity={}, engine=engine
-        )
+        counts = reshard.reshard(opened, out / "tars", num=8, format="webdataset", identity={}, engine=engine)
         assert counts == {"written": 30}
         config["text"]["store"] = str(out / "store")
         work = precache.EncodingOptions(shard_captions=8, engine=engine)

@@ -82,10 +82,12 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
     [
         ("metadata.csv", "file_name,width,text\n00000.png,16,a cat\n", "csv:text"),
         ("captions.tsv", "image\tcaption\n00000.png\ta cat\n", "tsv:caption"),
-        ("metadata.jsonl", '{"file_name": "00001.png", "text": null}\n'
-         '{"file_name": "00000.png", "text": "a cat"}\n', "jsonl:text"),
-        ("metadata.jsonl", '\ufeff{"file_name": "00000.png", "captions": ["a cat", "b"]}\n',
-         "jsonl:captions"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "00001.png", "text": null}\n{"file_name": "00000.png", "text": "a cat"}\n',
+            "jsonl:text",
+        ),
+        ("metadata.jsonl", '\ufeff{"file_name": "00000.png", "captions": ["a cat", "b"]}\n', "jsonl:captions"),
         ("00000.caption", "a cat", "caption"),
         ("00000.TXT", "\ufeffa cat", "txt"),
         ("meta_cap.json", '{"00000": {"caption": "a cat", "tags": "cat"}}', "coco:caption"),
@@ -97,21 +99,26 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
         ("results.csv", "image_name| comment_number| comment\n00000.png| 0| a cat", "csv:comment"),
         ("pandas.json", '{"file_name": {"0": "00000.png"}, "text": {"0": "a cat"}}', "coco:text"),
         ("columns.json", '{"image": ["00000.png"], "text": ["a cat"]}', "coco:text"),
-        ("split.json", '{"columns": ["text", "path"], "index": [0], "data": [["a cat", '
-         '"00000.png"]]}', "coco:text"),
+        ("split.json", '{"columns": ["text", "path"], "index": [0], "data": [["a cat", "00000.png"]]}', "coco:text"),
         ("index.json", '{"0": {"file_name": "00000.png", "text": "a cat"}}', "coco:text"),
-        ("table.json", '{"schema": {}, "data": [{"file_name": "00000.png", "text": "a cat"}]}',
-         "coco:text"),
-        ("llava.json", '[{"id": "x", "image": "00000.png", "conversations": [{"from": "human", '
-         '"value": "<image>"}, {"from": "gpt", "value": "a cat"}]}]', "coco:caption"),
-        ("00000.png.json", '{"category": "danbooru", "author": "a b", "tag_string": "a cat"}',
-         "json:tag_string"),
+        ("table.json", '{"schema": {}, "data": [{"file_name": "00000.png", "text": "a cat"}]}', "coco:text"),
+        (
+            "llava.json",
+            '[{"id": "x", "image": "00000.png", "conversations": [{"from": "human", '
+            '"value": "<image>"}, {"from": "gpt", "value": "a cat"}]}]',
+            "coco:caption",
+        ),
+        ("00000.png.json", '{"category": "danbooru", "author": "a b", "tag_string": "a cat"}', "json:tag_string"),
         ("00000.json", '{"id": "7", "words": "a cat"}', "json:words"),
         ("m.jsonl", '{"file_name": "00000.png", "hash": "a1", "\\u6587": "a cat"}', "jsonl:\u6587"),
-        ("annotations.json", '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
-         '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
+        (
+            "annotations.json",
+            '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
+            '[{"id": 1, "image_id": 7, "caption": "a cat"}]}',
+            "coco:caption",
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text):
     (bare / name).write_text(content)
     data = guess(str(bare))
@@ -128,24 +135,37 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
         ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
         ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
         ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "m.json holds {"),
-        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 1, "file_name": '
-         '"00001.png"}], "annotations": []}', '"00000.png" and "00001.png" both have the id 1'),
-        ("m.json", '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 2, "file_name": '
-         '"00001.png"}], "annotations": [{"image_id": 3, "caption": "a cat"}]}', "image_id 3 is"),
+        (
+            "m.json",
+            '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 1, "file_name": "00001.png"}], "annotations": []}',
+            '"00000.png" and "00001.png" both have the id 1',
+        ),
+        (
+            "m.json",
+            '{"images": [{"id": 1, "file_name": "00000.png"}, {"id": 2, "file_name": '
+            '"00001.png"}], "annotations": [{"image_id": 3, "caption": "a cat"}]}',
+            "image_id 3 is",
+        ),
         ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
-        ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
-         "m.jsonl holds objects in the field caption: write a text, or a list of texts$"),
-        ("m.jsonl", '{"file_name": "00000.png", "caption": {"en": "a cat"}, "set": "b"}',
-         "a list of texts, or name another field, as in --text=jsonl:set$"),
+        (
+            "m.jsonl",
+            '{"file_name": "00000.png", "caption": {"en": "a cat"}}',
+            "m.jsonl holds objects in the field caption: write a text, or a list of texts$",
+        ),
+        (
+            "m.jsonl",
+            '{"file_name": "00000.png", "caption": {"en": "a cat"}, "set": "b"}',
+            "a list of texts, or name another field, as in --text=jsonl:set$",
+        ),
         ("m.csv", "file_name,hash\n00000.png,a1\n00001.png,b2\n", "hash: name .*--text=csv:hash"),
         ("m.csv", "file_name,set\n00000.png,my set\n00001.png,my set\n", "--text=csv:set"),
-        ("m.csv", "00000.png,a cat,x\n", "begins with \"00000.png\" instead of names of columns"),
+        ("m.csv", "00000.png,a cat,x\n", 'begins with "00000.png" instead of names of columns'),
         ("00000.json", '{"category": "danbooru", "author": "x"}', "--text=json:category"),
         ("m.csv", f"{POINTER}1", "m.csv is a pointer of Git LFS, not the file: run git lfs pull"),
         ("m.json", f"{POINTER}1", "m.json is a pointer of Git LFS, not the file: run git lfs pull"),
         ("00000.json", f"{POINTER}1", "a .json is a pointer of Git LFS, not the file: run git lfs"),
     ],
-)  # fmt: skip
+)
 def test_captions_that_are_not_understood_are_an_error(bare, name, content, message):
     (bare / name).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -162,9 +182,7 @@ def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, pla
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     image = pyarrow.array([{"bytes": members["png"], "path": None}], kind)
     for text in (["said"], [b"said"]):
-        pyarrow.parquet.write_table(
-            pyarrow.table({"image": image, "text": text}), bare / "a.parquet"
-        )
+        pyarrow.parquet.write_table(pyarrow.table({"image": image, "text": text}), bare / "a.parquet")
         assert guess(str(bare)) == Data("huggingface", str(bare), "text", uncaptioned="drop")
 
 
@@ -188,9 +206,7 @@ def test_numbers_of_classes_are_no_captions(tmp_path):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     rows = {"image": [{"bytes": b"x", "path": None}], "label": [1]}
     datasets.Dataset.from_dict(rows, datasets.Features(kinds)).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(
-        ValueError, match=r"has no captions, but numbers of classes in label: add a"
-    ):
+    with pytest.raises(ValueError, match=r"has no captions, but numbers of classes in label: add a"):
         guess(str(tmp_path / "a.parquet"))
 
 
@@ -227,9 +243,7 @@ def test_captions_in_tars_are_read_from_txt_or_json_members(plain, tmp_path):
     assert first(guess(str(tmp_path / "{txt,json}.tar"))) == "said"
     (tmp_path / "none").mkdir()
     tars.write(tmp_path / "none" / "a.tar", [members])
-    with pytest.raises(
-        ValueError, match=r"no captions in .*a\.tar \(suffixes of its files: png\): set --text"
-    ):
+    with pytest.raises(ValueError, match=r"no captions in .*a\.tar \(suffixes of its files: png\): set --text"):
         guess(str(tmp_path / "none"))
 
 
@@ -262,9 +276,7 @@ def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path
 
 def test_a_saved_folder_without_tables_is_an_error(tmp_path):
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=rf"no \.arrow files in {tmp_path}: write the folder again with save_to_"
-    ):
+    with pytest.raises(ValueError, match=rf"no \.arrow files in {tmp_path}: write the folder again with save_to_"):
         guess(str(tmp_path))
 
 

@@ -74,16 +74,20 @@ def rewrite(folder):
 
 CHANGES = {
     "a caption is edited": (rewrite, True),
-    "a caption of the same size": (lambda f: (f / "00001.txt").write_text("x" * len(
-        (f / "00001.txt").read_text())), True),
+    "a caption of the same size": (
+        lambda f: (f / "00001.txt").write_text("x" * len((f / "00001.txt").read_text())),
+        True,
+    ),
     "a caption is removed": (lambda f: (f / "00001.txt").unlink(), True),
-    "a picture is added": (lambda f: (shutil.copy(f / "00001.png", f / "9.png"),
-                                      shutil.copy(f / "00001.txt", f / "9.txt")), True),
+    "a picture is added": (
+        lambda f: (shutil.copy(f / "00001.png", f / "9.png"), shutil.copy(f / "00001.txt", f / "9.txt")),
+        True,
+    ),
     "a picture is renamed": (lambda f: (f / "00001.png").rename(f / "00001.PNG"), True),
     "a file is touched": (lambda f: (f / "00001.txt").touch(), False),
     "a note is added": (lambda f: (f / "note.md").write_text("x"), False),
     "a hidden file is added": (lambda f: (f / ".hidden").write_text("x"), False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "other_rows"), CHANGES.values(), ids=CHANGES)
@@ -94,9 +98,7 @@ def test_data_that_changed_are_imported_again(folder, imports, change, other_row
     after = open_folder(folder, uncaptioned="drop")
     assert len(imports) == 2 and (after.id() != before.id()) == other_rows
     names = after.names(range(len(after)))
-    assert texts(after) == [
-        (folder / name).with_suffix(".txt").read_text().strip() for name in names
-    ]
+    assert texts(after) == [(folder / name).with_suffix(".txt").read_text().strip() for name in names]
     assert texts(before) == earlier  # A process that has opened the table keeps it.
     open_folder(folder, uncaptioned="drop")
     assert len(imports) == 2
@@ -136,12 +138,7 @@ def test_a_damaged_file_of_a_table_is_written_again(folder, imports):
     expected = texts(open_folder(folder))
     for path in sorted(home_of(folder).glob("*.*")):
         content = path.read_bytes()
-        for damage in (
-            b"",
-            os.urandom(len(content)),
-            content[:-1],
-            content[:-9] + b"\0" + content[-8:],
-        ):
+        for damage in (b"", os.urandom(len(content)), content[:-1], content[:-9] + b"\0" + content[-8:]):
             path.write_bytes(damage)
             assert texts(open_folder(folder)) == expected
         path.unlink()
@@ -193,9 +190,7 @@ def refuse_to_write(monkeypatch, *closed):
     monkeypatch.setattr(home.tempfile, "TemporaryFile", no_file)
 
 
-def test_the_table_of_a_read_only_folder_lives_in_the_cache(
-    folder, tmp_path, caches, imports, monkeypatch
-):
+def test_the_table_of_a_read_only_folder_lives_in_the_cache(folder, tmp_path, caches, imports, monkeypatch):
     expected = [path.read_text().strip() for path in sorted(folder.glob("*.txt"))]
     refuse_to_write(monkeypatch, folder)
     assert texts(open_folder(folder)) == texts(open_folder(folder)) == expected
@@ -218,9 +213,7 @@ def test_without_any_writable_folder_the_table_stays_in_memory(folder, caches, m
     assert not (folder / storage.OWN).exists() and opened.files()[0] == str(folder / "00000.png")
 
 
-def test_a_full_disk_is_left_for_the_cache_and_then_for_the_memory(
-    folder, caches, imports, monkeypatch, caplog
-):
+def test_a_full_disk_is_left_for_the_cache_and_then_for_the_memory(folder, caches, imports, monkeypatch, caplog):
     (folder / "00001.json").write_text('{"long": "x"}')
     (folder / ".hidden").touch()
     write, full = files.write_whole, [folder]

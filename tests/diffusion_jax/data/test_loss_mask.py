@@ -75,9 +75,7 @@ def test_a_file_beside_a_picture_is_its_mask_and_no_picture_itself(tmp_path):
     assert usable.tolist() == [1, 2, 3] and pictures.skipped() == {"broken_mask": 1}
     plain = opened(tmp_path / "a", "", uncaptioned="empty")
     assert len(plain) == 4 and plain.skipped() == {"unused_mask": 4}
-    assert ("left out", "4 unused_mask: 0.mask.png, 1.mask.png, 2.mask.png, ...") in (
-        plain.inventory().rows()
-    )
+    assert ("left out", "4 unused_mask: 0.mask.png, 1.mask.png, 2.mask.png, ...") in (plain.inventory().rows())
     assert images.open_files(str(tmp_path / "a")).left_out() == {"unused_mask": 4}
     assert images.open_files(str(tmp_path / "a")).number == 4
     (tmp_path / "a" / "2.mask.png").unlink()
@@ -156,9 +154,7 @@ def test_a_batch_holds_masks_that_are_mirrored_with_their_pictures(tmp_path):
     with pipeline.make_batches(pictures, tokenize, batch_size=8, seed=0, flip=True) as batches:
         batch = next(batches)
     both = np.concatenate([batch["image"], batch[pipeline.LOSS_MASK][..., None]], -1)
-    mirrored = [
-        np.array_equal(x, PIXELS[n][:, ::-1]) for x, n in zip(both, batch["n"], strict=True)
-    ]
+    mirrored = [np.array_equal(x, PIXELS[n][:, ::-1]) for x, n in zip(both, batch["n"], strict=True)]
     same = [np.array_equal(x, PIXELS[n]) for x, n in zip(both, batch["n"], strict=True)]
     assert all(np.logical_xor(mirrored, same)) and any(mirrored) and any(same)
 
@@ -176,9 +172,7 @@ def test_each_batch_of_an_aspect_bucket_has_masks_of_its_shape(tmp_path, kind):
     pictures = opened(tmp_path / "a", kind)
     tokenize = lambda texts: {"n": np.array([int(text[-1]) for text in texts])}
     buckets = aspect_buckets.sort(pictures, shapes)
-    batches = pipeline.make_batches(
-        pictures, tokenize, batch_size=4, seed=0, flip=True, buckets=buckets
-    )
+    batches = pipeline.make_batches(pictures, tokenize, batch_size=4, seed=0, flip=True, buckets=buckets)
     seen = set()
     with batches:
         assert {x[pipeline.LOSS_MASK].shape[1:] for x in batches.examples()} == {*shapes}

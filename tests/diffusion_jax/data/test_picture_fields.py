@@ -47,15 +47,10 @@ def forms(tmp_path_factory):
     for n, row in enumerate(rows):
         (root / "json" / f"{n}.json").write_text(json.dumps(row))
     about = [json.dumps(row).encode() for row in rows]
-    members = [
-        {tars.KEY: b"%d" % n, "png": png(n), "txt": b"picture %d" % n, "json": about[n]}
-        for n in range(NUM)
-    ]
+    members = [{tars.KEY: b"%d" % n, "png": png(n), "txt": b"picture %d" % n, "json": about[n]} for n in range(NUM)]
     tars.write(root / "shard.tar", members)
     arrayrecord.write(root / "json.array_record", members)
-    features = datasets.Features(
-        image=datasets.Image(), text=datasets.Value("string"), score=datasets.Value("float32")
-    )
+    features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"), score=datasets.Value("float32"))
     columns = {"image": [{"bytes": png(n), "path": None} for n in range(NUM)]}
     columns |= {name: [row[name] for row in rows] for name in ("text", "score")}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(root / "arrow")
@@ -80,9 +75,7 @@ def numbers_alone(tmp_path_factory):
 def batches_of(data, batch_size=NUM, **options):
     run = Run(steps=1, batch_size=batch_size)
     mesh = sharding.make_mesh(1, 1, 1)
-    return pipeline.training_batches(
-        open_pictures(data, SIZE, **options), TOKENIZE, run, data, mesh
-    )
+    return pipeline.training_batches(open_pictures(data, SIZE, **options), TOKENIZE, run, data, mesh)
 
 
 def check(batch, name="image"):
@@ -153,9 +146,7 @@ def test_aspect_buckets_keep_the_numbers_with_their_pictures(tmp_path):
 def test_reshard_writes_the_numbers(forms, tmp_path, format):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
     named = picture_fields.read(data.fields)
-    written = reshard.reshard(
-        open_records(data), tmp_path, num=4, format=format, identity={}, fields=named
-    )
+    written = reshard.reshard(open_records(data), tmp_path, num=4, format=format, identity={}, fields=named)
     assert written == {"written": NUM}
     with batches_of(data._replace(source=format, path=str(tmp_path), text="txt")) as batches:
         check(next(batches))
@@ -164,9 +155,7 @@ def test_reshard_writes_the_numbers(forms, tmp_path, format):
 def test_stored_moments_have_the_numbers_of_their_images(forms, tmp_path):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
     encode = lambda images: np.repeat(images[:, :4, :4, :1] / np.float32(255), 2, axis=3)
-    assert moment_tars.run(
-        open_pictures(data, SIZE), encode, tmp_path, {}, moment_tars.MomentOptions(4, 2)
-    ) == 2  # fmt: skip
+    assert moment_tars.run(open_pictures(data, SIZE), encode, tmp_path, {}, moment_tars.MomentOptions(4, 2)) == 2
     data = data._replace(source="moments", path=str(tmp_path), text="txt")
     run, mesh = Run(steps=1, batch_size=NUM), sharding.make_mesh(1, 1, 1)
     pictures = open_pictures(data, SIZE, moments=(4, 4, 2))
@@ -196,9 +185,7 @@ def test_images_without_a_number_are_an_error_before_training(forms, tmp_path):
         (tmp_path / f"{n}.png").write_bytes(png(n))
         (tmp_path / f"{n}.txt").write_text("a")
     (tmp_path / "0.json").write_text('{"score": 1}')
-    with pytest.raises(
-        ValueError, match=r"1 of 2 images in .* have no number for 'score' .*1\.png"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 2 images in .* have no number for 'score' .*1\.png"):
         open_pictures(Data("folder", str(tmp_path), fields=("score=0..10",)), SIZE)
 
 
@@ -218,9 +205,15 @@ def test_a_field_missing_in_all_records_is_an_error_at_the_first_batch(forms, na
 
 
 def test_a_record_with_a_damaged_number_is_counted_and_replaced(forms, tmp_path):
-    members = [{tars.KEY: b"%d" % n, "png": png(n), "txt": b"t",
-                "json": b'{"score": %s}' % (b"null" if n == 3 else b"%.1f" % (n / 2))}
-               for n in range(NUM)]  # fmt: skip
+    members = [
+        {
+            tars.KEY: b"%d" % n,
+            "png": png(n),
+            "txt": b"t",
+            "json": b'{"score": %s}' % (b"null" if n == 3 else b"%.1f" % (n / 2)),
+        }
+        for n in range(NUM)
+    ]
     tars.write(tmp_path / "a.tar", members)
     data = Data("webdataset", str(tmp_path), fields=("score=0..10",), max_broken=0.5)
     with batches_of(data) as batches:
@@ -250,15 +243,11 @@ def test_rows_of_one_image_must_agree_in_their_number(tmp_path):
 
 def test_the_text_of_a_field_gives_its_name_place_and_range():
     read = picture_fields.read(("aesthetic=0..10", "csv:meta/year=-50..2030.5", "share"))
-    assert read == (
-        ("", "aesthetic", 0, 10), ("csv", "meta/year", -50, 2030.5), ("", "share", 0, 1)
-    )  # fmt: skip
+    assert read == (("", "aesthetic", 0, 10), ("csv", "meta/year", -50, 2030.5), ("", "share", 0, 1))
     assert [field.key for field in read] == ["field_aesthetic", "field_meta_year", "field_share"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a=", "a=1", "a=1..1", "a=2..1", "a=x..1", "a=0..inf", "=0..1", "a:b:c"]
-)
+@pytest.mark.parametrize("text", ["", "a=", "a=1", "a=1..1", "a=2..1", "a=x..1", "a=0..inf", "=0..1", "a:b:c"])
 def test_a_malformed_field_is_an_error(text):
     with pytest.raises(ValueError, match=r"data\.fields holds .*: write NAME=LOW\.\.HIGH"):
         picture_fields.read((text,))

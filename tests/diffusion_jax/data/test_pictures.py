@@ -70,9 +70,7 @@ def test_skip_counts_add_files_left_out_at_opening_and_at_reading(folder, monkey
 
 def test_a_data_set_without_usable_records_is_an_error_with_counts(folder):
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
-    with pytest.raises(
-        ValueError, match=r"record was found among 40 records: \{.*'too_small': .*min_size=17"
-    ):
+    with pytest.raises(ValueError, match=r"record was found among 40 records: \{.*'too_small': .*min_size=17"):
         opened.read(np.array([0]))
 
 
@@ -85,9 +83,7 @@ def test_the_error_for_broken_pictures_says_if_only_some_were_tried(folder, monk
 
 def test_webdatasets_have_the_same_pictures_as_folders(tmp_path):
     digits.write_examples(tmp_path / "a.tar", 4, size=16, format="webdataset")
-    images, texts = open_pictures(Data("webdataset", path=f"{tmp_path}/a.tar"), 16).read(
-        np.array([3, 1])
-    )
+    images, texts = open_pictures(Data("webdataset", path=f"{tmp_path}/a.tar"), 16).read(np.array([3, 1]))
     expected, captions = digits.Digits(16).read(np.array([3, 1]) * 617)
     np.testing.assert_array_equal(images, expected)
     assert list(texts) == captions
@@ -135,9 +131,7 @@ def test_filters_count_what_they_drop_by_reason(tmp_path):
         sheets.write_png(path / f"{name}.png", np.zeros((*size, 3), np.uint8))
     (path / "00004.txt").write_text(" ab ")
     (path / "00005.txt").write_text("abc")
-    opened = open_pictures(
-        Data("folder", path=str(path), min_size=16, max_aspect=2.0, min_chars=3), 16
-    )
+    opened = open_pictures(Data("folder", path=str(path), min_size=16, max_aspect=2.0, min_chars=3), 16)
     _, texts = opened.read(np.arange(20))
     assert opened.skipped() == {"too_small": 1, "too_elongated": 1, "short_caption": 1}
     assert texts[5] == "abc" and "ab" not in texts
@@ -147,9 +141,7 @@ def test_one_usable_record_in_a_hundred_is_found(tmp_path):
     path = digits.write_examples(tmp_path, 100, size=16)
     (path / "00042.txt").write_text("the only long caption that there is among them all")
     opened = open_pictures(Data("folder", path=str(path), min_chars=50), 16)
-    assert set(opened.read(np.arange(8))[1]) == {
-        "the only long caption that there is among them all"
-    }
+    assert set(opened.read(np.arange(8))[1]) == {"the only long caption that there is among them all"}
 
 
 def test_more_damaged_records_than_max_broken_are_an_error(folder):

@@ -40,9 +40,7 @@ class Numbers(Pictures):
         return np.stack([pixels, pixels * 0], 1)[:, None], [str(self.first + i) for i in indices]
 
 
-def batches(
-    length=10, batch_size=4, seed=0, tokenize=lambda texts: {"n": np.array(texts, int)}, **kw
-):
+def batches(length=10, batch_size=4, seed=0, tokenize=lambda texts: {"n": np.array(texts, int)}, **kw):
     return pipeline.make_batches(Numbers(length), tokenize, batch_size=batch_size, seed=seed, **kw)
 
 
@@ -97,13 +95,11 @@ def test_each_epoch_has_a_different_permutation():
 
 def test_the_order_of_a_seed_matches_the_first_release():
     """Runs started with any release can be resumed."""
-    assert numbers(batches(7, 4, seed=2023), 4).ravel().tolist() == [
-        6, 1, 3, 2, 4, 5, 0, 2, 6, 1, 4, 3, 0, 5, 0, 3]  # fmt: skip
+    assert numbers(batches(7, 4, seed=2023), 4).ravel().tolist() == [6, 1, 3, 2, 4, 5, 0, 2, 6, 1, 4, 3, 0, 5, 0, 3]
     mixed = Mixture([Numbers(5), Numbers(3, first=100)], [3, 1])
     tokenize = lambda texts: {"n": np.array(texts, int)}
     iterator = pipeline.make_batches(mixed, tokenize, batch_size=4, seed=2023)
-    assert numbers(iterator, 4).ravel().tolist() == [
-        0, 1, 3, 100, 2, 4, 2, 102, 0, 1, 4, 101, 3, 0, 3, 102]  # fmt: skip
+    assert numbers(iterator, 4).ravel().tolist() == [0, 1, 3, 100, 2, 4, 2, 102, 0, 1, 4, 101, 3, 0, 3, 102]
     with batches(7, 16, seed=2023, crop="random", flip=True, num_threads=0) as iterator:
         second = next(iterator)["image"][:, 0, 1]  # Nonzero if mirrored, except for picture 0.
         places = iterator.pictures.places
@@ -135,9 +131,14 @@ def test_a_batch_may_be_larger_than_the_data():
 def test_a_restored_iterator_continues_exactly_also_with_broken_images(damaged, num_threads):
     def make(process_index=0, process_count=1):
         return pipeline.make_batches(
-            open_pictures(Data("folder", path=damaged), 8), TOKENIZE, batch_size=4, seed=3,
-            num_threads=num_threads, process_index=process_index, process_count=process_count,
-        )  # fmt: skip
+            open_pictures(Data("folder", path=damaged), 8),
+            TOKENIZE,
+            batch_size=4,
+            seed=3,
+            num_threads=num_threads,
+            process_index=process_index,
+            process_count=process_count,
+        )
 
     with make() as iterator:
         expected = [next(iterator) for _ in range(9)]
@@ -150,9 +151,7 @@ def test_a_restored_iterator_continues_exactly_also_with_broken_images(damaged, 
         next(iterator)  # set_state below also works after further steps.
         iterator.set_state(state)
         assert iterator.get_state() == state
-        jax.tree.map(
-            np.testing.assert_array_equal, [next(iterator) for _ in range(5)], expected[4:]
-        )
+        jax.tree.map(np.testing.assert_array_equal, [next(iterator) for _ in range(5)], expected[4:])
     with make(1, 2) as iterator:  # Two processes can restore the state of a single one.
         iterator.set_state(state)
         np.testing.assert_array_equal(next(iterator)["image"], expected[4]["image"][2:])
@@ -246,9 +245,7 @@ def test_a_position_between_two_batches_of_another_size_continues_at_its_sample(
 
 
 def test_random_crops_and_captions_belong_to_the_sample_at_any_batch_size():
-    make = lambda size: pipeline.make_batches(
-        digits.Digits(16), TOKENIZE, batch_size=size, seed=3, flip=True
-    )
+    make = lambda size: pipeline.make_batches(digits.Digits(16), TOKENIZE, batch_size=size, seed=3, flip=True)
     with make(4) as small, make(6) as large:
         pictures = np.concatenate([next(small)["image"] for _ in range(4)])
         large.set_state(json.dumps(json.loads(small.get_state()) | {"samples": 4}).encode())
@@ -291,10 +288,7 @@ def test_an_error_in_a_reading_thread_is_raised_by_next():
     def fail(texts):
         raise ValueError("no such words")
 
-    with (
-        batches(tokenize=fail, num_threads=2) as it,
-        pytest.raises(ValueError, match="no such words"),
-    ):
+    with batches(tokenize=fail, num_threads=2) as it, pytest.raises(ValueError, match="no such words"):
         next(it)
 
 
@@ -325,9 +319,7 @@ def test_a_process_that_raises_an_error_exits_although_its_batches_are_open():
         "next(batches)\n"
         "raise RuntimeError('the step failed')\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert ended.stderr.rstrip().endswith("RuntimeError: the step failed")
 
@@ -335,10 +327,7 @@ def test_a_process_that_raises_an_error_exits_although_its_batches_are_open():
 def test_global_arrays_hold_the_rows_in_order_on_every_device():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-    batch = {
-        "image": np.arange(8 * 3).reshape(8, 3).astype(np.uint8),
-        "mask": np.eye(8, dtype=bool),
-    }
+    batch = {"image": np.arange(8 * 3).reshape(8, 3).astype(np.uint8), "mask": np.eye(8, dtype=bool)}
     placed = pipeline.to_global(batch, sharding)
     jax.tree.map(np.testing.assert_array_equal, placed, batch)
     assert placed["image"].addressable_shards[7].data.shape == (2, 3)
@@ -381,9 +370,7 @@ def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
     columns = pictures.columns
     # Return the requested indices in place of texts.
     pictures.columns = lambda indices, places=None: columns(indices)._replace(texts=indices)
-    return pipeline.make_batches(
-        pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
-    )
+    return pipeline.make_batches(pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw)
 
 
 def test_a_mixture_keeps_its_weights_and_the_epochs_of_each_part():
@@ -392,9 +379,7 @@ def test_a_mixture_keeps_its_weights_and_the_epochs_of_each_part():
     assert (len(first), len(second)) == (210, 70)
     for part, size, start in ((first, 10, 0), (second, 7, 10)):
         epochs = part.reshape(-1, size)
-        np.testing.assert_array_equal(
-            np.sort(epochs), np.tile(np.arange(size) + start, (len(epochs), 1))
-        )
+        np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(size) + start, (len(epochs), 1)))
         assert len({tuple(epoch) for epoch in epochs.tolist()}) > len(epochs) // 2
     # Every prefix keeps the weights, up to one sample.
     running = np.cumsum(order >= 10) - np.arange(1, len(order) + 1) / 4

@@ -70,9 +70,7 @@ def test_pictures_of_the_prior_are_never_held_out(folders):
 
 
 def test_a_prior_without_prompts_is_an_error_that_says_which_folder_to_name(folders):
-    with pytest.raises(
-        ValueError, match=r"data\.prior is .*, a folder without a \.jsonl .*`sample`"
-    ):
+    with pytest.raises(ValueError, match=r"data\.prior is .*, a folder without a \.jsonl .*`sample`"):
         open_pictures(data(folders, prior=data(folders).path), 8)
 
 

@@ -32,10 +32,13 @@ def test_only_cr_and_lf_end_a_line(tmp_path):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_byte_order_marks_are_not_part_of_a_prompt(tmp_path, encoding):
     for name, content in (
-        ("p.TXT", "é one\ntwo"), ("p", "é one\ntwo"), ("p.csv", "caption\né one\ntwo"),
-        ("p.tsv", "caption\né one\ntwo"), ("p.jsonl", '{"caption": "é one"}\n{"caption": "two"}'),
+        ("p.TXT", "é one\ntwo"),
+        ("p", "é one\ntwo"),
+        ("p.csv", "caption\né one\ntwo"),
+        ("p.tsv", "caption\né one\ntwo"),
+        ("p.jsonl", '{"caption": "é one"}\n{"caption": "two"}'),
         ("p.json", '["é one", "two"]'),
-    ):  # fmt: skip
+    ):
         assert read(tmp_path, name, content.encode(encoding)) == ["é one", "two"], name
 
 
@@ -77,14 +80,9 @@ def test_an_unclosed_quote_is_text_and_does_not_join_rows(tmp_path):
     expected = ['"A man on a horse', "a cat", 'the dog said "hi"', "a bird"]
     assert read(tmp_path, "p.tsv", table) == expected
     assert read(tmp_path, "p.csv", table.replace("\t", ",")) == expected
-    assert read(tmp_path, "p.tsv", 'id\tcaption\n1\t"Hi" he said\n2\t"b\n') == [
-        '"Hi" he said',
-        '"b',
-    ]
+    assert read(tmp_path, "p.tsv", 'id\tcaption\n1\t"Hi" he said\n2\t"b\n') == ['"Hi" he said', '"b']
     # The column of ids tells that the text has two lines.
-    assert read(tmp_path, "p.csv", 'id,caption\n1,"open\n2 inches, wide"\n') == [
-        "open\n2 inches, wide"
-    ]
+    assert read(tmp_path, "p.csv", 'id,caption\n1,"open\n2 inches, wide"\n') == ["open\n2 inches, wide"]
     # Ambiguous: two rows, or one row whose text has two lines.
     with pytest.raises(ValueError, match=r'tsv, line 2: a quote opens here .*\("1\\t\\"open"\)'):
         read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')
@@ -154,24 +152,32 @@ def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, 
         ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
         ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
         ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),
-        ("p.jsonl", '"a"\n{"caption": "b", "x": 1, "caption": "c"}',
-         "p.jsonl, line 2: invalid JSON: the key 'caption' occurs twice: keep one"),
+        (
+            "p.jsonl",
+            '"a"\n{"caption": "b", "x": 1, "caption": "c"}',
+            "p.jsonl, line 2: invalid JSON: the key 'caption' occurs twice: keep one",
+        ),
         ("p.json", '{"a.png": "a", "a.png": "b"}', "p.json: invalid JSON: the key 'a.png' occurs"),
         ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
         ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
         (
-            "p.json", '{"prompt": "a cat", "negative_prompt": "blurry"}',
+            "p.json",
+            '{"prompt": "a cat", "negative_prompt": "blurry"}',
             'p.json holds {"prompt": "a cat", "negative_prompt": "blurry"}: it needs a list',
         ),
-        ("p.json", '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
-         r"p.json, annotation 2 \(id 2\): caption is null"),
-        ("p.json", '{"annotations": [{"id": 1, "image_id": 2, "category_id": 3}]}',
-         r"annotation 1 \(id 1\) has no column 'caption', but id, image_id, category_id"),
+        (
+            "p.json",
+            '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
+            r"p.json, annotation 2 \(id 2\): caption is null",
+        ),
+        (
+            "p.json",
+            '{"annotations": [{"id": 1, "image_id": 2, "category_id": 3}]}',
+            r"annotation 1 \(id 1\) has no column 'caption', but id, image_id, category_id",
+        ),
     ],
-)  # fmt: skip
-def test_a_malformed_prompt_file_is_a_one_line_error_with_row_and_value(
-    tmp_path, name, content, message
-):
+)
+def test_a_malformed_prompt_file_is_a_one_line_error_with_row_and_value(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read(tmp_path, name, content)
     assert "\n" not in str(error.value)
@@ -205,13 +211,9 @@ def test_numbers_that_only_sample_reads_and_equal_columns_of_parquet_are_errors(
     path.write_text("text,year,share\na,2000,0.5\n")
     prompts.refuse_numbers(path, picture_fields.read(("aesthetic=0..10",)))
     named = picture_fields.read(("share", "aesthetic=0..10", "year=1900..2030"))
-    with pytest.raises(
-        ValueError, match=r"prompts\.csv have numbers of data.fields \(share, year\)"
-    ):
+    with pytest.raises(ValueError, match=r"prompts\.csv have numbers of data.fields \(share, year\)"):
         prompts.refuse_numbers(path, named)
-    twice = pyarrow.Table.from_arrays(
-        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
-    )
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "p.parquet")
     with pytest.raises(ValueError, match=r"p\.parquet has several columns 'text': keep one"):
         prompts.read(tmp_path / "p.parquet")

@@ -20,8 +20,7 @@ def bytes_file(tmp_path):
 def tar(tmp_path):
     """The places of the members of two records, a to d, in a tar with checksums."""
     path = str(tmp_path / "a.tar")
-    contents = [{tars.KEY: b"1", "jpg": b"aa", "txt": b"b"},
-                {tars.KEY: b"2", "jpg": b"", "txt": b"d" * 600}]  # fmt: skip
+    contents = [{tars.KEY: b"1", "jpg": b"aa", "txt": b"b"}, {tars.KEY: b"2", "jpg": b"", "txt": b"d" * 600}]
     tars.write(path, contents, checksums=True)
     index = tars.scan(path)
     return [Place(path, at, size, TAR) for at, size in index.span.tolist()]
@@ -58,8 +57,7 @@ def test_near_ranges_of_a_group_are_read_together(bytes_file, monkeypatch):
     monkeypatch.setattr(storage, "read_ranges", recorded)
     near, far = Place(bytes_file, 30_000, 2, BYTES), Place(bytes_file, 200_000, 2, BYTES)
     reading.read([[Place(bytes_file, 10, 2, BYTES), near], [far, near]])
-    assert [span[1:] for span in spans] == [
-        (10, 30_002), (30_000, 30_002), (200_000, 200_002)]  # fmt: skip
+    assert [span[1:] for span in spans] == [(10, 30_002), (30_000, 30_002), (200_000, 200_002)]
 
 
 def test_members_of_tars_are_read_and_their_checksums_compared(tar):

@@ -72,9 +72,14 @@ def test_each_file_of_a_messy_folder_has_an_origin_or_a_reason(messy, capsys):
     ]
     assert run("show", messy, "--left_out") == 0
     assert sorted(capsys.readouterr().out.splitlines()) == [
-        "format\tcats/old/g.svg", "hidden\t.DS_Store", "hidden\t.git", "hidden\tcats/Thumbs.db",
-        "no_caption\tcats/old/e.png", "no_caption\tcats/old/f.png", "no_picture\tcats/alone.txt",
-    ]  # fmt: skip
+        "format\tcats/old/g.svg",
+        "hidden\t.DS_Store",
+        "hidden\t.git",
+        "hidden\tcats/Thumbs.db",
+        "no_caption\tcats/old/e.png",
+        "no_caption\tcats/old/f.png",
+        "no_picture\tcats/alone.txt",
+    ]
     assert run("show", messy, "--by=origin") == 0
     assert capsys.readouterr().out.splitlines() == lines[7:9]
     assert run("show", messy, "--by=reason") == 0
@@ -160,28 +165,34 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(["cat", "a dog", "a fox", "ox"]), []),
         (several(["cat,grey", "dog,old"]), []),
         (several(["猫が好き", "犬が好き"]), []),
-        (several(["0a1f", "b2.c", "a fox"]), ['2 of 3 captions look like ids, paths or URLs, ']),
-        (several(["http://x/a", "x/b.jpg", "img_1"]), ['3 of 3 captions look like ids, paths or']),
+        (several(["0a1f", "b2.c", "a fox"]), ["2 of 3 captions look like ids, paths or URLs, "]),
+        (several(["http://x/a", "x/b.jpg", "img_1"]), ["3 of 3 captions look like ids, paths or"]),
         (several(["a cat", None]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
         (several(["a cat", "a dog", None]), []),
         (several(["a cat", ""]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
-        (several([None, None], a_txt="b"), ["2 of 2 pictures have no caption, such as 0.png; texts "
-                                            "without a picture: a.txt: add captions, or"]),
+        (
+            several([None, None], a_txt="b"),
+            ["2 of 2 pictures have no caption, such as 0.png; texts without a picture: a.txt: add captions, or"],
+        ),
         (several([*FINE, LFS]), ["1 texts are pointers of Git LFS, such as that of 4.png: run"]),
         ({**several(FINE), "0.png": LFS}, ["1 of 4 picture files looked into are pointers of Git"]),
         (several(FINE, m_csv=NAMED), ["files that may hold captions are not read, such as m.csv"]),
         (several(FINE, m_txt=NAMED), ["files that may hold captions are not read, such as m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
-        ({**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
-         ["1 files that may hold captions are not read, such as n.csv: give it the"]),
+        (
+            {**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
+            ["1 files that may hold captions are not read, such as n.csv: give it the"],
+        ),
         ({**several([None] * 2), "m.csv": BLANK}, []),
         ({**several([None] * 2), "m.jsonl": NULL}, ["1 of 2 pictures have no caption, such as 1"]),
-        ({**several([None] * 3), "m.csv": NAMED, "3.jpg": None},
-         ["1 captions were found without the suffix, such as that of 3.jpg in m.csv: look at"]),
+        (
+            {**several([None] * 3), "m.csv": NAMED, "3.jpg": None},
+            ["1 captions were found without the suffix, such as that of 3.jpg in m.csv: look at"],
+        ),
         ({"0.jpg": None, "1.jpg": None, "m.csv": NAMED}, []),
         (AWAY, ["2 captions were found by the file name alone, such as that of in/0.png in m"]),
     ],
-)  # fmt: skip
+)
 def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
     for name, content in files.items():
         path = tmp_path / name
@@ -202,16 +213,10 @@ def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):
         (tmp_path / "set" / f"{name}.txt").write_text("a cat")
     for command in ("import", "show"):
         for strict in ((), ("--strict",)):
-            ended = commands.run(
-                "diffusion_jax.data", command, f"{tmp_path}/set", *strict, devices=1
-            )
+            ended = commands.run("diffusion_jax.data", command, f"{tmp_path}/set", *strict, devices=1)
             assert ended.code == (2 if strict else 0)
             assert ' warning: all 2 captions are "a cat": ' in ended.err
-            assert (
-                f"error: --strict: the warnings name what looks wrong in {tmp_path}/set: "
-                in ended.err
-                or not strict
-            )
+            assert f"error: --strict: the warnings name what looks wrong in {tmp_path}/set: " in ended.err or not strict
             assert "2 pictures, 2 texts" in ended.out
 
 
@@ -280,9 +285,7 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
     (out / "card.json").chmod(0o644)
     for remove in ((photos / "a.png").unlink, lambda: photos.rename(tmp_path / "moved")):
         remove()
-        with pytest.raises(
-            FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"out is a table of .*photos, but .*a\.png is miss"):
             sources.open_records(guessed)
 
 
@@ -295,9 +298,7 @@ def test_a_damaged_card_of_a_table_is_an_error_and_a_card_of_a_picture_is_none(t
     open_folder(tmp_path / "set").copy(tmp_path / "out")
     for name in ("set", "out"):
         (tmp_path / name / "card.json").write_bytes(content)
-    assert guess.guess(str(tmp_path / "set")) == Data(
-        "folder", str(tmp_path / "set"), "txt", uncaptioned="drop"
-    )
+    assert guess.guess(str(tmp_path / "set")) == Data("folder", str(tmp_path / "set"), "txt", uncaptioned="drop")
     with pytest.raises(ValueError, match=r"out/card\.json is damaged: import the data again"):
         guess.guess(str(tmp_path / "out"))
 

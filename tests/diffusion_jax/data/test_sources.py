@@ -21,9 +21,7 @@ def test_importing_the_pipeline_does_not_import_data_sources():
         "import sys, diffusion_jax.data.pipeline, diffusion_jax.data.sources\n"
         f"print({modules | heavy} & set(sys.modules))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"
 
 
@@ -70,15 +68,11 @@ def test_a_config_can_name_a_users_module_as_data_source(own_package):
 
 
 def test_a_missing_module_or_one_without_open_source_is_an_error(own_package):
-    with pytest.raises(
-        ValueError, match=r"'own_package\.gone', which cannot be imported: No module"
-    ):
+    with pytest.raises(ValueError, match=r"'own_package\.gone', which cannot be imported: No module"):
         open_pictures(Data("own_package.gone"), 4)
     with pytest.raises(ValueError, match=r"'own_package\.empty', a module without open_source"):
         open_pictures(Data("own_package.empty"), 4)
-    with pytest.raises(
-        ValueError, match=r"'digits' is unknown: choose from folder, .* or name a m"
-    ):
+    with pytest.raises(ValueError, match=r"'digits' is unknown: choose from folder, .* or name a m"):
         open_pictures(Data("digits"), 4)
 
 

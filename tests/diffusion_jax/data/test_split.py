@@ -93,10 +93,7 @@ def test_usable_skips_unusable_held_out_records():
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_training_batches_never_contain_held_out_records(share):
-    run, data = (
-        Run(steps=1, batch_size=8),
-        Data("diffusion_jax.examples.digits", threads=0, heldout=share),
-    )
+    run, data = (Run(steps=1, batch_size=8), Data("diffusion_jax.examples.digits", threads=0, heldout=share))
     tokenize = lambda texts: {"length": np.array([len(text) for text in texts])}
     mesh = sharding.make_mesh()
     with pipeline.training_batches(Numbered(64), tokenize, run, data, mesh) as batches:

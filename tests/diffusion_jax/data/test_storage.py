@@ -115,9 +115,7 @@ def replace(path, content, time):
     os.utime(path, (time, time))
 
 
-def test_a_web_server_that_ignores_ranges_is_an_error_and_not_the_start_of_the_file(
-    site, monkeypatch
-):
+def test_a_web_server_that_ignores_ranges_is_an_error_and_not_the_start_of_the_file(site, monkeypatch):
     folder, url = site
     replace(folder / "a.tar", "0123456789", 10**9)
     assert storage.read_ranges([f"{url}/a.tar"], [3], [5]) == [b"34"]
@@ -162,8 +160,7 @@ def test_an_unknown_url_scheme_is_an_error():
         files.path("nope://bucket/a.tar").exists()
 
 
-@pytest.mark.parametrize("name", ["$RECYCLE.BIN", "$Recycle.Bin", "lost+found",
-                                  "System Volume Information"])  # fmt: skip
+@pytest.mark.parametrize("name", ["$RECYCLE.BIN", "$Recycle.Bin", "lost+found", "System Volume Information"])
 def test_system_folders_of_windows_and_linux_are_skipped_as_hidden(tmp_path, name):
     for path in (f"data/{name}/1.png", f"data/sub/{name}/1.png", f"data/sub/my {name}/1.png"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -172,9 +169,7 @@ def test_system_folders_of_windows_and_linux_are_skipped_as_hidden(tmp_path, nam
     visible = f"sub/my {name}/1.png"
     assert storage.walk(str(tmp_path / "data"), inventory) == [str(tmp_path / "data" / visible)]
     assert inventory.first == {"hidden": [name, f"sub/{name}"]}
-    url = (
-        f"memory://{tmp_path.name}/.hidden/data"  # Only paths below the given folder can be hidden.
-    )
+    url = f"memory://{tmp_path.name}/.hidden/data"  # Only paths below the given folder can be hidden.
     for path in (f"{name}/1.png", f"sub/{name}/1.png", visible):
         files.write_whole(f"{url}/{path}", b"")
     inventory = Inventory()
@@ -198,25 +193,26 @@ def test_a_folder_to_which_access_is_denied_is_an_error_and_not_a_file(monkeypat
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("webdataset", "a.tar"), ("arrayrecord", "a.array_record"), ("huggingface", "a.parquet"),
-     ("arrow", "a.arrow"), ("folder", "a.csv")],
-)  # fmt: skip
+    [
+        ("webdataset", "a.tar"),
+        ("arrayrecord", "a.array_record"),
+        ("huggingface", "a.parquet"),
+        ("arrow", "a.arrow"),
+        ("folder", "a.csv"),
+    ],
+)
 def test_a_pointer_of_git_lfs_is_an_error_that_names_the_command(tmp_path, source, name):
     (tmp_path / name).write_bytes(untrusted.POINTER + b"v1\noid sha256:0\nsize 5\n")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
     path = str(tmp_path if source in ("arrow", "folder") else tmp_path / name)
-    with pytest.raises(
-        ValueError, match=f"{name} is a pointer of Git LFS, not .*: run git lfs pull"
-    ):
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, not .*: run git lfs pull"):
         sources.open_records(Data(source, path, "csv:text" if source == "folder" else "txt"))
 
 
 def test_pointers_of_git_lfs_are_unusable_as_pictures_and_texts():
     pointer = untrusted.POINTER + b"v1\n"
-    with pytest.raises(
-        decoding.Unusable, match=r"broken_image: it is a pointer .*: run git lfs pull"
-    ):
+    with pytest.raises(decoding.Unusable, match=r"broken_image: it is a pointer .*: run git lfs pull"):
         decoding.crop(pointer, (8, 8))
     for text in ("txt", "json:x", "npy"):
         error = records.read_text(pointer, text)

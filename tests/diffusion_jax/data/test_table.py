@@ -77,10 +77,9 @@ def test_embeddings_stay_in_their_files(tmp_path, home, kind):
     (tmp_path / "all.tar").write_bytes(bytes(512) + (bytes(512)).join(encoded))
     at = [512, 1024 + len(encoded[0]), 1536 + 2 * len(encoded[0])]
     places = [
-        Place(f"{tmp_path}/{n}.npy") if kind == "file"
-        else Place(f"{tmp_path}/all.tar", at[n], len(encoded[n]), kind)
+        Place(f"{tmp_path}/{n}.npy") if kind == "file" else Place(f"{tmp_path}/all.tar", at[n], len(encoded[n]), kind)
         for n in range(3)
-    ]  # fmt: skip
+    ]
     one, two = InPlace(places[0], "npy"), InPlace(places[1], "t5.npy", 0.25)
     rows = [row(0, [one]), row(1, [two, InPlace(places[2], "npy")]), row(2, [one])]
     first, several, again = written(home, rows, root=str(tmp_path)).texts([0, 1, 2])
@@ -105,8 +104,7 @@ NAMES = {
 
 
 def test_names_are_the_bytes_of_the_files_names(home):
-    rows = [Row(n, i, Place(f"/data/{n}"), mask=Place(f"/data/m{n}")) for i, n in
-            enumerate(NAMES.values())]  # fmt: skip
+    rows = [Row(n, i, Place(f"/data/{n}"), mask=Place(f"/data/m{n}")) for i, n in enumerate(NAMES.values())]
     opened = written(home, rows, root="/data")
     assert opened.names(range(len(rows))) == list(NAMES.values())
     paths = [f"/data/{name}" for name in NAMES.values()]
@@ -135,9 +133,9 @@ def test_places_are_relative_to_the_root_of_the_table(home):
         ]
         names = [f"{inside}/a.tar/x/1", "x/2", "the name", "a.png", f"{inside}/a.tar/x/5"]
         assert opened.names(range(5)) == names
-        assert sorted(opened.files()) == sorted([
-            f"{inside}/a.tar", "gs://bucket/b.tar", f"{inside}/other/name.png", "/database/a.png",
-            "/masks/1.png"])  # fmt: skip
+        assert sorted(opened.files()) == sorted(
+            [f"{inside}/a.tar", "gs://bucket/b.tar", f"{inside}/other/name.png", "/database/a.png", "/masks/1.png"]
+        )
 
 
 def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
@@ -150,16 +148,14 @@ def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
     ]
     mask = Place(str(tmp_path / "m.png"))
     rows = [
-        Row(f"{n}.png", n, Place(str(tmp_path / f"{n}.png")), "x", (), numbers[n],
-            mask if n else None)
+        Row(f"{n}.png", n, Place(str(tmp_path / f"{n}.png")), "x", (), numbers[n], mask if n else None)
         for n in range(3)
-    ]  # fmt: skip
+    ]
     opened = written(home, rows, root=str(tmp_path), rule=FIELDS)
     first, second, third = opened.read([0, 1, 2])
     assert first == (b"0.png", "x", "0.png", {"year": 1999.5, "score": 1e-300}, None)
     assert second[:3] + second[4:] == (b"1.png", "x", "1.png", b"m.png")
-    assert (str(second.numbers["year"]), second.numbers["score"]) == (
-        "broken_number: it is: 'x'", 2.0)  # fmt: skip
+    assert (str(second.numbers["year"]), second.numbers["score"]) == ("broken_number: it is: 'x'", 2.0)
     assert np.isnan(third.numbers["year"]) and str(third.numbers["score"]) == "unreadable: no"
     assert opened.lacks_number("year").tolist() == [False, False, True]  # It is not just wrong.
     assert opened.lacks_number("score").tolist() == [False, False, False]
@@ -174,8 +170,10 @@ def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
 def test_rows_in_several_parts_are_one_list(monkeypatch, home, num_rows):
     monkeypatch.setattr(table, "PART", 4)
     key = lambda n: 2**64 - 1 - n
-    rows = [Row(f"{n}.png", key(n), Place(f"/r/{n}.png"), f"text {n % 3}" if n % 5 else (),
-                [f"origin {n}"]) for n in range(num_rows)]  # fmt: skip
+    rows = [
+        Row(f"{n}.png", key(n), Place(f"/r/{n}.png"), f"text {n % 3}" if n % 5 else (), [f"origin {n}"])
+        for n in range(num_rows)
+    ]
     left = [("notes.doc", "format"), (os.fsdecode(b"caf\xe9"), "hidden")]
     opened = written(home, rows, left, root="/r")
     assert len(opened) == num_rows == sum(map(len, opened._parts))
@@ -184,8 +182,8 @@ def test_rows_in_several_parts_are_one_list(monkeypatch, home, num_rows):
     assert opened.keys(np.array(order)).tolist() == [key(n) for n in order]
     assert opened.origins(order) == [(f"origin {n}",) for n in order]
     assert [plain(text) for text in opened.texts(order)] == [
-        f"text {n % 3}" if n % 5 else plain(Unusable("no_caption", "it has no text"))
-        for n in order]  # fmt: skip
+        f"text {n % 3}" if n % 5 else plain(Unusable("no_caption", "it has no text")) for n in order
+    ]
     assert opened.bare().tolist() == list(range(0, num_rows, 5))
     assert opened.files() == [f"/r/{n}.png" for n in range(num_rows)]
     assert list(opened.left()) == left and opened.left_out() == {"format": 1, "hidden": 1}

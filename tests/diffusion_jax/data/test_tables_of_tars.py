@@ -136,8 +136,7 @@ def test_a_table_is_imported_once_and_is_mapped_into_memory(tmp_path, monkeypatc
     assert read(again) == read(first) and again.id() == first.id()
     assert len(files_of(tmp_path / "s")) == 4
     assert not again._parts[0].rows["key"].flags.owndata  # Mapped: processes share its pages.
-    assert {p.name for p in (tmp_path / "s").iterdir() if p.suffix not in (".tar", ".npz")} == {
-        storage.OWN}  # fmt: skip
+    assert {p.name for p in (tmp_path / "s").iterdir() if p.suffix not in (".tar", ".npz")} == {storage.OWN}
 
 
 def test_tables_beside_the_tars_are_for_all_users_and_those_in_the_cache_for_one(bucket, cache):
@@ -177,7 +176,8 @@ def test_tars_that_were_moved_are_not_imported_again(tmp_path, monkeypatch):
     (tmp_path / "s").rename(tmp_path / "moved")
     again = import_tars(tmp_path / "moved", "txt")
     assert read(again) == found and again.names([0]) == [
-        first.names([0])[0].replace(f"{tmp_path}/s", f"{tmp_path}/moved")]  # fmt: skip
+        first.names([0])[0].replace(f"{tmp_path}/s", f"{tmp_path}/moved")
+    ]
     monkeypatch.chdir(tmp_path / "moved")
     for path in (".", "./", f"{tmp_path}/moved//"):
         assert read(import_tars(path, "txt")) == found, path
@@ -197,7 +197,8 @@ def test_adding_a_tar_imports_the_tars_again_and_keeps_the_old_table(tmp_path):
     assert read(after) == by_hand(tmp_path / "s", contents, "txt")
     assert read(before) == rows
     assert {card.name for card in (tmp_path / "s" / storage.OWN).glob("*/card-*")} == {
-        f"card-{one.id()}.json" for one in (before, after)}  # fmt: skip
+        f"card-{one.id()}.json" for one in (before, after)
+    }
 
 
 def test_other_files_beside_the_tars_are_counted_anew(tmp_path):
@@ -239,9 +240,7 @@ def test_a_table_in_an_object_store_is_copied_instead_of_imported(bucket, cache,
     stored: Any = files.path(bucket) / storage.OWN
     (copy,) = (path for path in cache.iterdir() if path.suffix != ".npz")
     in_bucket = {name.rpartition("/")[2] for name in stored.objects()}
-    assert in_bucket == {
-        path.name for path in copy.iterdir() if path.name[:5] not in (".lock", "card-")
-    }
+    assert in_bucket == {path.name for path in copy.iterdir() if path.name[:5] not in (".lock", "card-")}
     assert first.left_out()["no_picture"] == 1 and "hidden" not in first.left_out()
     shutil.rmtree(copy)
     with monkeypatch.context() as patched:
@@ -273,12 +272,9 @@ def test_a_card_in_a_bucket_that_names_a_file_elsewhere_is_not_used(bucket, cach
 def test_a_bucket_that_cannot_be_written_leaves_each_machine_its_own_table(bucket, monkeypatch):
     warnings = []
     monkeypatch.setattr(logging, "warning", lambda text, *args: warnings.append(text % args))
-    monkeypatch.setattr(
-        files.Remote, "send", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
-    )
+    monkeypatch.setattr(files.Remote, "send", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
     assert len(open_tars(bucket, uncaptioned="drop")) > 15
-    assert warnings == [
-        "the table of the data cannot be uploaded, so each machine makes its own: no"]  # fmt: skip
+    assert warnings == ["the table of the data cannot be uploaded, so each machine makes its own: no"]
 
 
 def test_processes_that_start_together_import_tars_once(tmp_path, monkeypatch):

@@ -65,8 +65,9 @@ def test_a_kernel_over_1_5_times_slower_than_the_plain_operation_is_reported(cpu
 
 
 def test_each_platform_is_checked_with_its_own_attention_kernels():
-    names = lambda platform: {check.name.split()[1] for check in checks.checks(platform)
-                              if check.name.startswith("attention")}  # fmt: skip
+    names = lambda platform: {
+        check.name.split()[1] for check in checks.checks(platform) if check.name.startswith("attention")
+    }
     own = {"cpu": {"xla", "blockwise"}, "tpu": {"xla", "blockwise", "splash"}}
     own["gpu"] = {"xla", "blockwise", "cudnn"}
     assert {platform: names(platform) for platform in own} == own
@@ -74,8 +75,7 @@ def test_each_platform_is_checked_with_its_own_attention_kernels():
 
 
 @pytest.mark.parametrize(
-    ("make", "sizes", "flops"),
-    [(checks.matmul, (64,), 2 * 64**3), (checks.conv, (2, 8), 2 * 2 * 64**2 * 9 * 8**2)],
+    ("make", "sizes", "flops"), [(checks.matmul, (64,), 2 * 64**3), (checks.conv, (2, 8), 2 * 2 * 64**2 * 9 * 8**2)]
 )
 def test_the_stated_flops_match_xlas_cost_analysis(make, sizes, flops):
     run, stated = make(*sizes, jnp.float32)

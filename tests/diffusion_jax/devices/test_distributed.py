@@ -33,9 +33,7 @@ def joined(monkeypatch):
 
     def join(environment, **given):
         asked = []
-        initialize = lambda *, initialization_timeout, heartbeat_timeout_seconds, **rest: (
-            asked.append(rest)
-        )
+        initialize = lambda *, initialization_timeout, heartbeat_timeout_seconds, **rest: asked.append(rest)
         with monkeypatch.context() as patch, flagsaver.as_parsed(**given):
             patch.setattr(jax.distributed, "initialize", initialize)
             patch.setattr(distributed, "_check_port", lambda identity: None)
@@ -65,9 +63,7 @@ def test_a_single_process_joins_no_cluster_unless_distributed_is_on(joined, envi
 
 def test_flags_and_environment_variables_are_equivalent(joined):
     flags = {"coordinator": "host:1234", "num_processes": "4", "process_id": "0"}
-    variables = {
-        "JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0",
-    }  # fmt: skip
+    variables = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
     assert joined({}, **flags) == joined(variables) == EXPLICIT
     # Explicit values override those of a scheduler.
     assert joined(SLURM | variables) == EXPLICIT
@@ -86,9 +82,12 @@ def test_a_single_slurm_task_per_node_uses_all_its_gpus(joined):
 
 @pytest.mark.parametrize(
     "environment",
-    [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
-     {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"}],
-)  # fmt: skip
+    [
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+        {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+        {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"},
+    ],
+)
 def test_gke_pods_of_a_tpu_slice_join(joined, environment):
     assert joined(environment) == {"cluster_detection_method": "gketpu"}
 
@@ -98,21 +97,23 @@ def test_gke_pods_of_a_tpu_slice_join(joined, environment):
     [
         ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: set all of"),
         ({"process_id": "1"}, "--coordinator, --num_processes is missing: set all of"),
-        ({"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
-         "process_id is 2, but with 2 processes it must be from 0 to 1"),
-        ({"coordinator": "host", "num_processes": "2", "process_id": "1"},
-         "coordinator is 'host': it must be HOST:PORT"),
+        (
+            {"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
+            "process_id is 2, but with 2 processes it must be from 0 to 1",
+        ),
+        (
+            {"coordinator": "host", "num_processes": "2", "process_id": "1"},
+            "coordinator is 'host': it must be HOST:PORT",
+        ),
     ],
-)  # fmt: skip
+)
 def test_incomplete_or_invalid_cluster_flags_are_errors(joined, flags, message):
     with pytest.raises(ValueError, match=message):
         joined({}, **flags)
 
 
 def test_the_table_has_one_line_per_process():
-    device = lambda id, process: types.SimpleNamespace(
-        id=id, process_index=process, device_kind="H100"
-    )
+    device = lambda id, process: types.SimpleNamespace(id=id, process_index=process, device_kind="H100")
     devices = [device(0, 0), device(1, 0), device(2, 1), device(3, 1)]
     assert distributed.table(["a", "node-17"], devices).splitlines() == [
         "process  host     devices",

@@ -30,9 +30,11 @@ print(json.dumps([values, hits.count("cache_hits")]))
 def call(folder):
     """Return ([values], number of programs read from `folder`, stderr) of a process."""
     environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-c", CALL]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
@@ -96,9 +98,7 @@ def test_a_cached_program_starts_with_the_digest_of_its_key_and_content(tmp_path
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_a_cache_folder_writable_by_other_users_is_an_error_or_not_used(
-    tmp_path, monkeypatch, mode, caplog
-):
+def test_a_cache_folder_writable_by_other_users_is_an_error_or_not_used(tmp_path, monkeypatch, mode, caplog):
     monkeypatch.setattr(program_cache.jax.config, "update", lambda *_: pytest.fail("used"))
     monkeypatch.setattr(program_cache, "_check_entries", lambda: None)
     folder = tmp_path / "imagen-sd-jax"

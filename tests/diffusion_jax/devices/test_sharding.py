@@ -28,9 +28,7 @@ def leaf(*shape):
 )
 def test_mesh_size_minus_1_takes_the_remaining_devices(sizes, expected):
     mesh = sharding.make_mesh(*sizes)
-    assert tuple(mesh.shape.items()) == tuple(
-        zip(("replica", "fsdp", "tensor"), expected, strict=True)
-    )
+    assert tuple(mesh.shape.items()) == tuple(zip(("replica", "fsdp", "tensor"), expected, strict=True))
     assert set(mesh.axis_types) == {AxisType.Auto}
     np.testing.assert_array_equal([d.id for d in mesh.devices.flat], np.arange(np.prod(expected)))
 
@@ -38,10 +36,7 @@ def test_mesh_size_minus_1_takes_the_remaining_devices(sizes, expected):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            (1, 3, 1),
-            r"mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8",
-        ),
+        ((1, 3, 1), r"mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8"),
         ((1, -1, 16), r"fsdp=-1, tensor=16 does not fit 8 devices: 16 does not divide 8"),
         ((-1, -1, 1), "one may be -1"),
         ((1, 0, 1), r"fsdp=0, tensor=1: sizes must be positive"),
@@ -76,9 +71,7 @@ def test_the_first_matching_rule_applies_to_params_averages_and_moments():
 )
 def test_fsdp_shards_the_largest_divisible_axis_of_a_large_array(shape, spec):
     mesh = sharding.make_mesh(1, 8, 1)
-    placed = sharding.shardings(
-        {"w": leaf(*shape)}, mesh, [("w", sharding.FSDP)], fsdp_min_size=512
-    )
+    placed = sharding.shardings({"w": leaf(*shape)}, mesh, [("w", sharding.FSDP)], fsdp_min_size=512)
     assert placed["w"].spec == spec
 
 
@@ -108,9 +101,7 @@ class Chip:
         self.id, self.slice_index = id, slice_index
 
 
-@pytest.mark.parametrize(
-    ("sizes", "spans"), [((2, 4, 1), (True, False, False)), ((1, -1, 2), (False, True, False))]
-)
+@pytest.mark.parametrize(("sizes", "spans"), [((2, 4, 1), (True, False, False)), ((1, -1, 2), (False, True, False))])
 def test_the_replica_axis_or_else_fsdp_spans_tpu_slices(sizes, spans):
     chips = [Chip(i, i // 4) for i in range(8)]
     grid = sharding.make_mesh(*sizes, devices=chips).devices
@@ -136,9 +127,7 @@ def test_an_array_without_a_sharding_rule_is_an_error_but_a_scalar_is_not():
 
 def test_a_sharding_spec_that_does_not_fit_its_array_is_an_error():
     mesh = sharding.make_mesh(1, 2, 4)
-    with pytest.raises(
-        ValueError, match=r"axis 1 of 'w' with shape \(8, 6\) is not divisible by tensor = 4"
-    ):
+    with pytest.raises(ValueError, match=r"axis 1 of 'w' with shape \(8, 6\) is not divisible by tensor = 4"):
         sharding.shardings({"w": leaf(8, 6)}, mesh, [("w", P(None, "tensor"))])
     with pytest.raises(ValueError, match=r"fsdp x tensor = 8: choose a mesh size that divides 12"):
         sharding.shardings({"w": leaf(12, 6)}, mesh, [("w", P(("fsdp", "tensor")))])
@@ -149,12 +138,7 @@ def test_a_sharding_spec_that_does_not_fit_its_array_is_an_error():
 def test_a_batch_is_sharded_over_replica_and_fsdp():
     mesh = sharding.make_mesh(2, 2, 2)
     x = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
-    assert {tuple(s.data.tolist()) for s in x.addressable_shards} == {
-        (0, 1),
-        (2, 3),
-        (4, 5),
-        (6, 7),
-    }
+    assert {tuple(s.data.tolist()) for s in x.addressable_shards} == {(0, 1), (2, 3), (4, 5), (6, 7)}
 
 
 def test_check_batch_names_every_value_and_the_nearest_sizes():

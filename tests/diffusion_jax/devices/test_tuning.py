@@ -39,12 +39,8 @@ def test_variables_and_flags_set_by_the_user_are_not_changed():
         (("libtpu", "jax_cuda12_plugin"), "v5p-8", "cpu", []),
     ],
 )
-def test_local_kinds_follow_from_the_installed_plugins(
-    monkeypatch, plugins, kind, platforms, expected
-):
-    monkeypatch.setattr(
-        tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None
-    )
+def test_local_kinds_follow_from_the_installed_plugins(monkeypatch, plugins, kind, platforms, expected):
+    monkeypatch.setattr(tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert tuning.local_kinds() == expected
@@ -65,9 +61,7 @@ def test_a_command_sets_the_variables_before_jax_starts(tmp_path):
         "cli.start()",
         "print({k: v for k, v in tuning.variables().items() if 'FRACTION' in k or 'NCCL' in k})",
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True)
     wanted = {"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"}
     assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr
 
@@ -99,8 +93,10 @@ def test_on_a_cpu_freed_memory_is_reused_unless_malloc_is_configured(theirs, kep
     )
     environ = {n: v for n, v in os.environ.items() if not n.startswith(tuning.MALLOC)}
     ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], env={**environ, "JAX_PLATFORMS": "cpu", **theirs},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**environ, "JAX_PLATFORMS": "cpu", **theirs},
+        capture_output=True,
+        text=True,
+    )
     times = float(ended.stdout.splitlines()[-1])
     assert times < 0.1 if kept else times > 9.7, (times, ended.stderr)

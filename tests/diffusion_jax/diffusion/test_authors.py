@@ -61,9 +61,7 @@ def test_euler_ancestral_matches_k_diffusion(steps):
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_deis_matches_diffusers(order, steps):
     sigmas, times = SAVED[f"deis_sigmas/{steps}"], SAVED[f"deis_times/{steps}"]
-    time_of = lambda sigma: times[jnp.argmin(jnp.abs(sigmas[:-1] - sigma[0]))][None].repeat(
-        len(sigma)
-    )
+    time_of = lambda sigma: times[jnp.argmin(jnp.abs(sigmas[:-1] - sigma[0]))][None].repeat(len(sigma))
     d = precond.denoiser(unet, precond.epsilon(time_of))
     start = X * jnp.sqrt(1 + sigmas[0] ** 2)
     run = jax.jit(lambda x: multistep.deis(d, x, sigmas, lambda i: X, order=order, steps=steps))

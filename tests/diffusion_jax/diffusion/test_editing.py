@@ -51,9 +51,7 @@ def drawn(request):
 def test_strength_selects_as_many_steps_as_in_diffusers(strength, steps, taken):
     """get_timesteps of diffusers takes min(int(steps * strength), steps)."""
     ends = lambda denoise, x, sigmas, noise: x + sigmas[0]
-    drawn = editing.wrap(ends, 0 * IMAGE, 0 * EPS, strength)(
-        None, 0 * IMAGE, jnp.arange(steps, -1.0, -1.0), None
-    )
+    drawn = editing.wrap(ends, 0 * IMAGE, 0 * EPS, strength)(None, 0 * IMAGE, jnp.arange(steps, -1.0, -1.0), None)
     assert editing.steps_taken(strength, steps) == taken == drawn.max()
 
 

@@ -81,13 +81,7 @@ def test_conditional_and_unconditional_rows_of_an_image_have_its_noise_level():
 S = Sampler()
 LEVELS = jnp.array([30.0, 2.0, 0.5, 0.1, 0.0])
 MODEL = guidance.GuidedModel(precond.velocity(precond.log_snr), LEVELS)
-D = dict(
-    zip(
-        ("cond", "negative", "empty"),
-        jax.random.normal(jax.random.key(1), (3, 4, 4, 4, 3)),
-        strict=True,
-    )
-)
+D = dict(zip(("cond", "negative", "empty"), jax.random.normal(jax.random.key(1), (3, 4, 4, 4, 3)), strict=True))
 
 
 def combined(guiding, scale, sigma=SIGMA, **fields):
@@ -106,9 +100,7 @@ def branches(x, sigma, names):
 ROWS = []
 
 
-@pytest.mark.parametrize(
-    "fields", [{"guidance_low": 0.5, "guidance_high": 2.0}, {"guiding": "interval(0.5, 2)"}]
-)
+@pytest.mark.parametrize("fields", [{"guidance_low": 0.5, "guidance_high": 2.0}, {"guiding": "interval(0.5, 2)"}])
 def test_interval_guides_only_within_its_bounds_and_skips_the_negative_outside(fields):
     guide = guidance.make(S._replace(**fields), MODEL)
     denoise = jax.jit(guidance.guided(branches, jnp.full(4, 3.0), guide))
@@ -152,10 +144,7 @@ def test_rescale_of_v_predictions_matches_diffusers():
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     x, sigma = jnp.asarray(saved["x"]), jnp.array([0.5, 3.0])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in MODEL.scalings(sigma))
-    d = {
-        "cond": c_skip * x + c_out * saved["cond"],
-        "negative": c_skip * x + c_out * saved["uncond"],
-    }
+    d = {"cond": c_skip * x + c_out * saved["cond"], "negative": c_skip * x + c_out * saved["uncond"]}
     guide = guidance.make(S._replace(guiding="rescale(0.7)"), MODEL)
     out = (guide.combine(d, x, sigma, 7.5) - c_skip * x) / c_out
     np.testing.assert_allclose(out, saved["rescaled"], atol=2e-4)
@@ -185,9 +174,7 @@ def test_perp_neg_removes_the_part_of_the_negative_along_the_prompt():
 def test_pix2pix_scales_the_effect_of_the_picture_apart_from_that_of_the_text():
     """Equation 3 of Brooks et al. 2023; perp_neg then changes only the effect of the text."""
     d = {**D, "unseen": jnp.cos(X)}
-    cond, negative, empty, unseen = (
-        np.float64(d[k]) for k in ("cond", "negative", "empty", "unseen")
-    )
+    cond, negative, empty, unseen = (np.float64(d[k]) for k in ("cond", "negative", "empty", "unseen"))
     guide = guidance.make(S._replace(guiding="pix2pix(image_scale=1.2)"), MODEL)
     assert guide.needs == ("cond", "negative", "unseen")
     expected = unseen + 1.2 * (negative - unseen) + 4 * (cond - negative)
@@ -201,9 +188,7 @@ def test_pix2pix_scales_the_effect_of_the_picture_apart_from_that_of_the_text():
 def test_pix2pix_is_rejected_for_networks_that_see_no_picture():
     s = S._replace(guiding="rescale+pix2pix")
     guidance.check(s, sees_picture=True)
-    with pytest.raises(
-        ValueError, match=r"'rescale\+pix2pix', but pix2pix needs a network that sees"
-    ):
+    with pytest.raises(ValueError, match=r"'rescale\+pix2pix', but pix2pix needs a network that sees"):
         guidance.check(s)
 
 

@@ -20,12 +20,10 @@ V = precond.velocity(lambda sigma: 1000 * sigma / (1 + sigma))
 # Guiding here, and the class and arguments in diffusers. `low` of fdg is (4.25 - 1) / (7.5 - 1).
 KINDS = {
     "cfg_zero": ("ClassifierFreeZeroStarGuidance", {"guidance_scale": SCALE}),
-    "cfg_zero(zero=2)": (
-        "ClassifierFreeZeroStarGuidance", {"guidance_scale": SCALE, "zero_init_steps": 2},
-    ),
+    "cfg_zero(zero=2)": ("ClassifierFreeZeroStarGuidance", {"guidance_scale": SCALE, "zero_init_steps": 2}),
     "tcfg": ("TangentialClassifierFreeGuidance", {"guidance_scale": SCALE}),
     "fdg(low=0.5)": ("FrequencyDecoupledGuidance", {"guidance_scales": [SCALE, 4.25]}),
-}  # fmt: skip
+}
 STEPS = 3
 
 
@@ -52,10 +50,7 @@ def ours(guiding, step):
     model = guidance_kinds.GuidedModel(V, LEVELS)
     x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
-    d = {
-        "cond": c_skip * x + c_out * SAVED["cond"],
-        "negative": c_skip * x + c_out * SAVED["uncond"],
-    }
+    d = {"cond": c_skip * x + c_out * SAVED["cond"], "negative": c_skip * x + c_out * SAVED["uncond"]}
     guided = guidance.make(settings(guiding), model).combine(d, x, sigma, SCALE)
     return (guided - c_skip * x) / c_out
 

@@ -52,14 +52,10 @@ def test_loss_and_gradients_match_the_authors_code(name):
         np.testing.assert_allclose(grad, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(
-    "every", [2, 3]
-)  # 3 does not divide the batch of 8, so all rows have a derivative.
+@pytest.mark.parametrize("every", [2, 3])  # 3 does not divide the batch of 8, so all rows have a derivative.
 def test_with_every_n_only_each_nth_image_has_an_interval_instead_of_one_time(every):
     x0, eps, t, r = INPUTS
-    losses = lambda start, s: meanflow.losses(
-        velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, LABELLED, s
-    )[0]
+    losses = lambda start, s: meanflow.losses(velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, LABELLED, s)[0]
     some = losses(r, method(every=every))
     chosen = np.arange(8) % every == 0
     for start, rows in ((r, chosen), (t, ~chosen)):

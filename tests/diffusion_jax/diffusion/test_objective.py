@@ -31,18 +31,14 @@ def factor(predicts, **fields):
 
 def test_min_snr_weights_match_the_paper_for_every_prediction():
     np.testing.assert_allclose(factor("eps", weight="min_snr(5)"), [0.05, 1, 1], rtol=1e-5)
-    np.testing.assert_allclose(
-        factor("v", weight="min_snr(5)"), np.minimum(SNR, 5) / (SNR + 1), rtol=1e-5
-    )
+    np.testing.assert_allclose(factor("v", weight="min_snr(5)"), np.minimum(SNR, 5) / (SNR + 1), rtol=1e-5)
     np.testing.assert_allclose(factor("x0", weight="min_snr(5)"), np.minimum(SNR, 5), rtol=1e-5)
     np.testing.assert_array_equal(factor("v"), 1)
 
 
 def test_p2_weights_match_equation_8_of_the_paper():
     np.testing.assert_allclose(factor("eps", weight="p2"), 1 / (1 + SNR), rtol=1e-5)
-    np.testing.assert_allclose(
-        factor("eps", weight="p2(k=2, gamma=0.5)"), (2 + SNR) ** -0.5, rtol=1e-5
-    )
+    np.testing.assert_allclose(factor("eps", weight="p2(k=2, gamma=0.5)"), (2 + SNR) ** -0.5, rtol=1e-5)
 
 
 def test_the_edm_weight_turns_the_x0_loss_into_edms_loss():
@@ -94,16 +90,15 @@ def test_the_v_loss_is_equal_for_every_prediction():
         own, v_loss = built.errors(f, X0, EPS, SIGMA)
         np.testing.assert_allclose(v_loss, expected, rtol=1e-4)
         np.testing.assert_allclose(own, precond.loss(f, built.scalings, X0, EPS, SIGMA), rtol=1e-6)
-    np.testing.assert_allclose(make("v").errors(network, X0, EPS, SIGMA)[0],
-                               make("v").errors(network, X0, EPS, SIGMA)[1], rtol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(
+        make("v").errors(network, X0, EPS, SIGMA)[0], make("v").errors(network, X0, EPS, SIGMA)[1], rtol=1e-5
+    )
 
 
 def test_the_loss_uses_the_distance_and_the_weight_of_the_config():
     built = make("v", distance="l1", weight="min_snr(5)")
     total, losses = built.loss({}, network, X0, EPS, SIGMA)
-    np.testing.assert_array_equal(
-        losses, precond.loss(network, built.scalings, X0, EPS, SIGMA, precond.l1)
-    )
+    np.testing.assert_array_equal(losses, precond.loss(network, built.scalings, X0, EPS, SIGMA, precond.l1))
     expected = (np.minimum(SNR, 5) / (SNR + 1) * np.float64(losses)).mean()
     np.testing.assert_allclose(total, expected, rtol=1e-5)
 

@@ -14,11 +14,7 @@ S = np.float64(SIGMA)[:, None, None, None]
 ALPHA = 1 / np.sqrt(1 + S**2)
 network = lambda x, c_noise: F  # A fixed output: only the weighting is under test.
 
-DISTANCES = {
-    "l2": lambda r: r**2,
-    "l1": np.abs,
-    "huber": lambda r: np.where(np.abs(r) < 1, r**2 / 2, np.abs(r) - 0.5),
-}
+DISTANCES = {"l2": lambda r: r**2, "l1": np.abs, "huber": lambda r: np.where(np.abs(r) < 1, r**2 / 2, np.abs(r) - 0.5)}
 PRECONDS = {
     "edm": precond.edm(0.5),
     "epsilon": precond.epsilon(precond.log_snr),
@@ -26,9 +22,7 @@ PRECONDS = {
     "velocity": precond.velocity(precond.log_snr),
 }
 TARGETS = {  # The target of F in each paper, in float64.
-    "edm": lambda x0, eps: (
-        (x0 - 0.25 / (S**2 + 0.25) * (x0 + S * eps)) / (S * 0.5 / np.sqrt(S**2 + 0.25))
-    ),
+    "edm": lambda x0, eps: (x0 - 0.25 / (S**2 + 0.25) * (x0 + S * eps)) / (S * 0.5 / np.sqrt(S**2 + 0.25)),
     "epsilon": lambda x0, eps: eps,
     "x0": lambda x0, eps: x0,
     "velocity": lambda x0, eps: ALPHA * eps - np.sqrt(1 - ALPHA**2) * x0,

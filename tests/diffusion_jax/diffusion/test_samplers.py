@@ -110,9 +110,7 @@ def test_sde_solvers_without_noise_converge_at_their_order(name):
         return
     levels = lambda n: jnp.geomspace(5.0, 0.5, n + 1)
     exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 0.25) / (STD**2 + 25))
-    coarse, fine = (
-        float(jnp.abs(deterministic(quiet, 5 * X, levels(n)) - exact).max()) for n in (8, 32)
-    )
+    coarse, fine = (float(jnp.abs(deterministic(quiet, 5 * X, levels(n)) - exact).max()) for n in (8, 32))
     # Its first step has order 1 and leaves an error of h^2: a quarter of h, a sixteenth.
     assert abs(np.log2(coarse / fine) / 2 - 2) < 0.25 and fine < 1.6e-4
 
@@ -166,9 +164,7 @@ def test_restart_matches_algorithm_1_of_its_paper():
                     x, begin, step = heun_step(x, begin, later), later, step + 1
         x, step = heun_step(x, sigmas[i], sigmas[i + 1]), step + 1
     actual = jax.jit(
-        functools.partial(
-            stochastic.restart, denoise, noise=DRAWS, low=0.5, high=2.0, repeats=2, inner=3
-        )
+        functools.partial(stochastic.restart, denoise, noise=DRAWS, low=0.5, high=2.0, repeats=2, inner=3)
     )(10 * X, jnp.float32(sigmas))
     np.testing.assert_allclose(actual, x, atol=2e-5)
 
@@ -232,9 +228,7 @@ def test_heun_matches_algorithm_2_of_edm(churn, window):
     options = {"churn": churn, "s_min": window[0], "s_max": window[1], "s_noise": 1.1}
     sigmas = grids.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
     expected = heun_of_the_paper(np.float64(10 * X), np.float64(sigmas), **options)
-    actual = jax.jit(functools.partial(onestep.heun, denoise, noise=DRAWS, **options))(
-        10 * X, sigmas
-    )
+    actual = jax.jit(functools.partial(onestep.heun, denoise, noise=DRAWS, **options))(10 * X, sigmas)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -300,10 +294,7 @@ def test_ddim_eta_1_has_ddpm_posterior_moments():
 
     x0 = (STD**2 * 0.7 + sigma**2 * MU) / (STD**2 + sigma**2)
     alpha = abar / abar_next
-    mean = (
-        np.sqrt(abar_next) * (1 - alpha) * x0
-        + np.sqrt(alpha) * (1 - abar_next) * 0.7 * np.sqrt(abar)
-    ) / (1 - abar)
+    mean = (np.sqrt(abar_next) * (1 - alpha) * x0 + np.sqrt(alpha) * (1 - abar_next) * 0.7 * np.sqrt(abar)) / (1 - abar)
     var = (1 - abar_next) / (1 - abar) * (1 - alpha)
     np.testing.assert_allclose(z.mean(), mean, atol=4 * np.sqrt(var / 20_000))
     np.testing.assert_allclose(z.var(), var, rtol=4 * np.sqrt(2 / 20_000))
@@ -376,10 +367,7 @@ def test_plms_on_even_levels_converges_at_the_order_of_its_first_step():
     """The first step, Heun's, has an error of h^3; Adams-Bashforth over four steps has h^4."""
     levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
     exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
-    coarse, fine = (
-        float(jnp.abs(deterministic(multistep.plms, 5 * X, levels(n)) - exact).max())
-        for n in (16, 32)
-    )
+    coarse, fine = (float(jnp.abs(deterministic(multistep.plms, 5 * X, levels(n)) - exact).max()) for n in (16, 32))
     assert 2.8 < np.log2(coarse / fine) < 4.5
 
 
@@ -477,17 +465,12 @@ def test_the_default_grid_follows_from_the_noise_and_the_sampler(name, sampler, 
 
 def test_a_grid_in_time_is_rejected_for_a_noise_without_times():
     model = noise.lognormal()
-    with pytest.raises(
-        ValueError, match=r"sampler.grid is 'trailing', which is spaced in time, .*: choose from"
-    ):
+    with pytest.raises(ValueError, match=r"sampler.grid is 'trailing', which is spaced in time, .*: choose from"):
         grids.check(model, "trailing")
 
 
 def test_exponential_levels_are_evenly_spaced_logarithmically():
-    model, s = (
-        noise.lognormal(),
-        types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
-    )
+    model, s = (noise.lognormal(), types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}))
     sigmas = grids.make_grid(model, s, "exponential", "zero", grids.GridOptions()).sigmas
     np.testing.assert_allclose(sigmas, [100, 10, 1, 0.1, 0], rtol=1e-5)
 
@@ -508,10 +491,7 @@ def test_gaussian_noise_is_standard_normal_and_independent():
     [
         ("DPM++ 2M", "did you mean 'dpmpp_2m'?"),
         ("DPM++ 2M Karras", "did you mean 'dpmpp_2m' with sampler.grid='karras'?"),
-        (
-            "dpm++ 2m sde exponential",
-            "did you mean 'dpmpp_2m_sde' with sampler.grid='exponential'?",
-        ),
+        ("dpm++ 2m sde exponential", "did you mean 'dpmpp_2m_sde' with sampler.grid='exponential'?"),
         ("DPM++ 3M SDE", "did you mean 'dpmpp_3m_sde'?"),
         ("DPM2 a Karras", "did you mean 'dpm2_ancestral' with sampler.grid='karras'?"),
         ("Euler a", "did you mean 'euler_ancestral'?"),

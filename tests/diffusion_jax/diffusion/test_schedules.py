@@ -55,8 +55,7 @@ def test_the_linear_schedule_approximates_ddpms_1000_betas():
 
 
 @pytest.mark.parametrize(
-    ("log_snr", "first", "last"),
-    [(noise.cosine_log_snr, 8.769, -33.89), (noise.linear_log_snr, 9.2103, -10.0001)],
+    ("log_snr", "first", "last"), [(noise.cosine_log_snr, 8.769, -33.89), (noise.linear_log_snr, 9.2103, -10.0001)]
 )
 def test_schedules_decrease_between_the_published_end_points(log_snr, first, last):
     values = jax.jit(log_snr)(jnp.linspace(0, 1, 101))

@@ -29,9 +29,7 @@ def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
     assert image.size == (40, 64)
     rows = np.asarray(image.convert("L")).mean(1)
     assert rows[:14].min() > 240 and rows[20:].max() < 15
-    inputs = input_pictures.opened(
-        Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255)
-    )
+    inputs = input_pictures.opened(Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255))
     assert inputs is not None and inputs.images[0].size == (40, 64)
 
 
@@ -88,8 +86,7 @@ def test_a_brush_with_soft_edges_is_a_mask_if_no_pixel_is_transparent(mode):
 
 
 @pytest.mark.parametrize(
-    ("level", "message"),
-    [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")],
+    ("level", "message"), [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")]
 )
 def test_a_mask_of_one_colour_is_reported_as_a_warning(caplog, level, message):
     with caplog.at_level("WARNING"):

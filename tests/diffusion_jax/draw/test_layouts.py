@@ -59,9 +59,7 @@ def test_geneval_finds_its_metadata_and_the_pictures_of_each_prompt(tmp_path):
         names = sorted(os.listdir(folder / "samples"))
         assert all(re.match(r"\d+\.png", name) for name in names)
         found[int(folder.name)] = (metadata, [colour(folder / "samples" / n) for n in names])
-    assert found == {
-        n: (rows[n], [40 * n, 40 * n + 10, 40 * n + 20, 40 * n + 30]) for n in (0, 1, 2)
-    }
+    assert found == {n: (rows[n], [40 * n, 40 * n + 10, 40 * n + 20, 40 * n + 30]) for n in (0, 1, 2)}
     assert (out / "00002" / "samples" / "0003.png").is_file()
 
 

@@ -34,10 +34,7 @@ def stage_of(model, ema="ema", step=None):
 
 def test_weights_in_memory_are_not_read_again_if_another_name_selects_them(run):
     model, read = run
-    stages = [
-        stage_of(model, ema, step)
-        for step in (None, 9) for ema in ("ema", "0.999")
-    ]  # fmt: skip
+    stages = [stage_of(model, ema, step) for step in (None, 9) for ema in ("ema", "0.999")]
     assert (read, [one.ema for one in stages]) == ([], ["ema", "0.999"] * 2)
     for _ in range(2):
         raw = stage_of(model, "raw", 4)

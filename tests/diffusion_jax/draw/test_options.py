@@ -23,9 +23,7 @@ def holders(**values):
 
 
 @pytest.mark.parametrize(
-    ("table", "kind"),
-    [(cascade.OPTIONS, Sampler), (drawing.OPTIONS, sd_settings.Sampler)],
-    ids=["imagen", "sd"],
+    ("table", "kind"), [(cascade.OPTIONS, Sampler), (drawing.OPTIONS, sd_settings.Sampler)], ids=["imagen", "sd"]
 )
 def test_every_field_of_the_sampler_config_is_an_option(table, kind):
     """The help of an option has the meaning and the range of the config field."""
@@ -41,12 +39,26 @@ def test_every_field_of_the_sampler_config_is_an_option(table, kind):
 
 
 def test_values_and_strings_are_converted_to_the_type_of_their_option():
-    values = {"unit_start": "false", "offset": "0", "guidance_high": "inf", "rho": 7, "grid": "",
-              "steps": None, "ema": "raw", "checkpoint": "3", "vae_weights": "a.npz"}  # fmt: skip
+    values = {
+        "unit_start": "false",
+        "offset": "0",
+        "guidance_high": "inf",
+        "rho": 7,
+        "grid": "",
+        "steps": None,
+        "ema": "raw",
+        "checkpoint": "3",
+        "vae_weights": "a.npz",
+    }
     table = drawing.OPTIONS
     typed = options.read(table, values)
-    fields = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
-                 "sampler.guidance_high": float("inf"), "sampler.grid": ""}  # fmt: skip
+    fields = {
+        "sampler.unit_start": False,
+        "sampler.offset": 0,
+        "sampler.rho": 7.0,
+        "sampler.guidance_high": float("inf"),
+        "sampler.grid": "",
+    }
     assert options.fields(table, typed) == {**fields, "vae.weights": "a.npz"}
     assert (typed["ema"], typed["checkpoint"], "steps" in typed) == ("raw", 3, False)
     assert type(typed["rho"]) is float
@@ -76,17 +88,15 @@ def test_invalid_values_of_options_are_errors(values, message):
 
 def test_for_one_model_commas_separate_points_of_a_sweep():
     table = cascade.OPTIONS
-    axes = holders(
-        sampler=["ddim(eta=0.5),heun(churn=3,s_noise=1)"], steps=["4", "8"],
-        negative_prompt=["ugly, grey"],
-    )  # fmt: skip
+    axes = holders(sampler=["ddim(eta=0.5),heun(churn=3,s_noise=1)"], steps=["4", "8"], negative_prompt=["ugly, grey"])
     points = option_flags.points(table, axes, 1)
     rows = [tuple(stage.values()) for (stage,) in points]
     assert rows == [
-        ("ddim(eta=0.5)", "4", "ugly, grey"), ("ddim(eta=0.5)", "8", "ugly, grey"),
+        ("ddim(eta=0.5)", "4", "ugly, grey"),
+        ("ddim(eta=0.5)", "8", "ugly, grey"),
         ("heun(churn=3,s_noise=1)", "4", "ugly, grey"),
         ("heun(churn=3,s_noise=1)", "8", "ugly, grey"),
-    ]  # fmt: skip
+    ]
     varied = options.varied([[fields_of(stage) for stage in point] for point in points])
     assert varied[1] == {"sampler.name": "ddim(eta=0.5)", "sampler.steps": "8"}
     row = {"checkpoint": 3, "ema": "ema", **varied[1]}

@@ -31,8 +31,11 @@ def test_seeds_of_64_bits_are_written_in_full(tmp_path):
     lines = (tmp_path / "metadata.jsonl").read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == seeds
     assert json.loads(lines[1]) == {
-        "file_name": "seed_18446744073709551615.png", "text": "b", "seed": seeds[1], "steps": 3
-    }  # fmt: skip
+        "file_name": "seed_18446744073709551615.png",
+        "text": "b",
+        "seed": seeds[1],
+        "steps": 3,
+    }
     assert (tmp_path / "seed_18446744073709551615.png").is_file()
 
 

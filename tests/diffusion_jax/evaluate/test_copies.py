@@ -47,9 +47,7 @@ def test_nearest_matches_a_search_over_all_distances(n, monkeypatch):
     np.testing.assert_allclose(distances, all_of_them.min(1), rtol=1e-3)
 
 
-def test_copies_of_training_pictures_are_close_and_random_pictures_as_seldom_as_unseen_ones(
-    tmp_path,
-):
+def test_copies_of_training_pictures_are_close_and_random_pictures_as_seldom_as_unseen_ones(tmp_path):
     opened = open_training()
     chosen = RNG.permutation(150)[:40]
     noisy = TRAINING[chosen].astype(int) + RNG.integers(-9, 10, (40, 4, 4, 3))
@@ -103,9 +101,7 @@ def test_the_flag_unseen_replaces_the_pictures_of_the_judge():
     named = copies.Training(Plain(), scorer_of(kept=False, real=TRAINING), Plain(UNSEEN))
     expected = open_training()
     np.testing.assert_array_equal(named.unseen_features["pixels"], pixels(UNSEEN))
-    np.testing.assert_array_equal(
-        named.unseen["pixels"].distances, expected.unseen["pixels"].distances
-    )
+    np.testing.assert_array_equal(named.unseen["pixels"].distances, expected.unseen["pixels"].distances)
 
 
 def test_missing_or_invalid_flags_of_the_search_for_copies_are_errors(tmp_path):

@@ -31,24 +31,14 @@ def test_the_curve_plots_fid_over_clip_score_in_order_of_guidance(one):
 
 
 def test_lines_are_named_by_what_distinguishes_them(one):
-    assert [line.name for line in curve.figure(with_another_step(one)).lines] == [
-        "step 2",
-        "step 7",
-    ]
+    assert [line.name for line in curve.figure(with_another_step(one)).lines] == ["step 2", "step 7"]
     assert [line.name for line in curve.figure(one).lines] == ["step_00000002"]
 
 
 def test_without_a_frechet_distance_scores_are_plotted_over_guidance(one):
-    plot = curve.figure(
-        one._replace(rows=[{k: r[k] for k in r if "fid" not in k} for r in one.rows])
-    )
+    plot = curve.figure(one._replace(rows=[{k: r[k] for k in r if "fid" not in k} for r in one.rows]))
     (line,) = plot.lines
-    assert (plot.x, plot.y, line.x, line.y) == (
-        "guidance",
-        "CLIP score",
-        [1, 2, 4],
-        [0.25, 0.29, 0.31],
-    )
+    assert (plot.x, plot.y, line.x, line.y) == ("guidance", "CLIP score", [1, 2, 4], [0.25, 0.29, 0.31])
     assert not line.labels
 
 
@@ -67,10 +57,7 @@ def test_forty_lines_have_different_colours_and_complete_names():
     lines = [figures.Line(f"line {n} " + "of a long name " * 9, [1, 2], [n, n]) for n in range(40)]
     assert len(set(figures._distinct(40))) == 40
     text = figures.save(figures.Plot(lines, "x", "y"), "svg").decode()
-    assert (
-        len(set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.6|(#[0-9a-f]{6})", text)))
-        > 40
-    )
+    assert len(set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.6|(#[0-9a-f]{6})", text))) > 40
     legend = re.findall(r">([^<>]*(?:line \d+|long name)[^<>]*)<", text)
     assert max(map(len, legend)) <= 76 and sum("line" in part for part in legend) == 40
 

@@ -51,9 +51,7 @@ CLOSE = 5e-5
 
 def real_features():
     pictures = np.random.default_rng(1).integers(0, 256, (200, 8, 8, 3), np.uint8) // 2
-    return np.asarray(
-        toy_metrics.apply(toy_metrics.extractor().params, toy_metrics.prepare(pictures))
-    )
+    return np.asarray(toy_metrics.apply(toy_metrics.extractor().params, toy_metrics.prepare(pictures)))
 
 
 def write_reference(path, **fields):
@@ -150,9 +148,7 @@ def test_a_sweeps_score_matches_one_computed_from_its_pictures(one, inputs, tmp_
     """Draw the pictures again in one batch, and extract features like the metrics command."""
     point = make_subject(tmp_path).points[0]()
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
-    taken = extractors.extract(
-        toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
-    )
+    taken = extractors.extract(toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh())
     reference = fid.reference(features.gaussian(real_features()))
     expected = fid.distance(taken.stream.features(), reference)
     assert one[1][1]["fd_toy"] == pytest.approx(expected, rel=CLOSE)
@@ -165,8 +161,9 @@ def test_scores_do_not_depend_on_devices_or_batch_size(one, inputs, tmp_path, de
         subject, scorer = make_subject(tmp_path), make_scorer(inputs)
         out = evaluation.evaluate([subject], scorer, Sweep(SCALES, batch_size=batch))
     check_same(rows_of(out), one[1])
-    models = {one.card["model"] for folder in (out, one[0])
-              for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
+    models = {
+        one.card["model"] for folder in (out, one[0]) for one in sweep.read_scored(folder / sweep.SCORED).values()
+    }
     assert len(models) == 1  # The hash of the weights does not depend on their sharding.
 
 
@@ -205,11 +202,25 @@ def test_each_score_has_a_card_with_its_settings(one):
     assert list(scored) == names
     scores, card = scored["step_00000003_ema_guidance_4_inception"]
     assert scores["fd_toy"] == one[1][1]["fd_toy"]
-    assert card.items() >= {
-        "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "8x8",
-        "n": 67, "reference": "real.npz, n 200", "seed": 0, "sampler": "ddim", "steps": "4",
-        "guidance": 4.0, "checkpoint": 3, "ema": "ema", "precision": "float32", "official": False,
-    }.items()  # fmt: skip
+    assert (
+        card.items()
+        >= {
+            "extractor": "toy",
+            "weights": "abc",
+            "preprocessing": "means",
+            "image_size": "8x8",
+            "n": 67,
+            "reference": "real.npz, n 200",
+            "seed": 0,
+            "sampler": "ddim",
+            "steps": "4",
+            "guidance": 4.0,
+            "checkpoint": 3,
+            "ema": "ema",
+            "precision": "float32",
+            "official": False,
+        }.items()
+    )
     assert re.fullmatch("[0-9a-f]{16}", card["prompts"]) and card["versions"]["jax"]
     _, card = scored["step_00000003_ema_guidance_1_clip"]
     assert (card["extractor"], card["preprocessing"]) == ("clip_clip", "open_clip")
@@ -248,9 +259,7 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
     assert scored[name.replace("large", "small")].card["resized"] is None
     images = sheets.to_uint8(large.points[0]().draw(PROMPTS, list(range(67)), 4.0))
     small = [Image.fromarray(i).resize((8, 8), Image.Resampling.BICUBIC) for i in images]
-    taken = extractors.extract(
-        toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh()
-    )
+    taken = extractors.extract(toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh())
     reference = fid.reference(features.gaussian(real_features()))
     expected = fid.distance(taken.stream.features(), reference)
     assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
@@ -275,17 +284,18 @@ def named_model(folder, *names):
     """Return a Named model. Each stage is at step 9, with two averages and 3 sampler steps."""
     of = lambda steps: types.SimpleNamespace(
         sampler=types.SimpleNamespace(name="heun", steps=steps),
-        unet=types.SimpleNamespace(dtype="x"), output_shape=(8, 8), fields=(),
-    )  # fmt: skip
+        unet=types.SimpleNamespace(dtype="x"),
+        output_shape=(8, 8),
+        fields=(),
+    )
     settings_with = lambda fields: of(fields.get("sampler.steps", 3))
     for name, step, ema in itertools.product(names, (5, 7, 9), ("ema_0.9", "ema_0.99")):
         (folder / name / "checkpoints" / str(step) / ema).mkdir(parents=True)
     programs = lambda s, preview, strength: None
     stages = [
-        Stage(str(folder / name), of(3), toy.ENCODER, {"a": 1}, "ema", 9, (), None, programs,
-              settings_with, None)
+        Stage(str(folder / name), of(3), toy.ENCODER, {"a": 1}, "ema", 9, (), None, programs, settings_with, None)
         for name in names
-    ]  # fmt: skip
+    ]
     return Named(stages, [{}] * len(names))
 
 
@@ -305,15 +315,13 @@ def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch, 
     subject = evaluation.of_model(model, points, "folder")
     points = [open_point() for open_point in subject.points]
     drawn = [[text.split()[0] for text in point.draw([], [], 1.0)] for point in points]
-    assert drawn == [
-        ["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]
-    ]  # fmt: skip
+    assert drawn == [["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]]
     assert read == [("sr", "0.9", 7), ("base", "raw", 5)]  # Each is read once.
     assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
-        (9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")
-    ]  # fmt: skip
-    names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later})
-             for p in points}  # fmt: skip
+        (9, "ema", "7 0.9, 9 ema"),
+        (5, "raw", "9 ema, 9 ema"),
+    ]
+    names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later}) for p in points}
     assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
 
 
@@ -363,8 +371,7 @@ def test_features_that_are_not_finite_end_the_sweep_with_an_error(inputs, tmp_pa
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
     assert capsys.readouterr().err == (
-        "error: the clip features are not finite: the weights of the network that computes them "
-        "are damaged\n"
+        "error: the clip features are not finite: the weights of the network that computes them are damaged\n"
     )
 
 
@@ -402,13 +409,9 @@ def test_evaluating_a_missing_checkpoint_is_a_one_line_error(inputs, tmp_path, c
 
 def test_a_reference_of_another_extractor_is_an_error(inputs, tmp_path):
     reference = write_reference(tmp_path / "other.npz", weights="def")
-    with pytest.raises(
-        ValueError, match=r"other\.npz was computed with weights def, but the images"
-    ):
+    with pytest.raises(ValueError, match=r"other\.npz was computed with weights def, but the images"):
         make_scorer((reference, inputs[1]))
-    with pytest.raises(
-        ValueError, match="a Fréchet distance needs at least 2 images, but there is 1"
-    ):
+    with pytest.raises(ValueError, match="a Fréchet distance needs at least 2 images, but there is 1"):
         make_scorer(inputs, PROMPTS[:1])
 
 

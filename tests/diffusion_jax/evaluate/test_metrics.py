@@ -9,25 +9,11 @@ from PIL import Image
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Sweep
-from diffusion_jax.metrics import (
-    bootstrap,
-    cards,
-    clip_towers,
-    extractors,
-    features,
-    fid,
-    mmd,
-    neighbours,
-    stats_files,
-)
+from diffusion_jax.metrics import bootstrap, cards, clip_towers, extractors, features, fid, mmd, neighbours, stats_files
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
-from tests.diffusion_jax.evaluate.test_evaluate_command import (
-    make_scorer,
-    make_subject,
-    real_features,
-)
+from tests.diffusion_jax.evaluate.test_evaluate_command import make_scorer, make_subject, real_features
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 
@@ -64,9 +50,7 @@ def lightness(rows):
     return bootstrap.mean(rows.mean(axis=1))
 
 
-def test_an_added_metric_appears_in_sweeps_the_page_training_and_the_command(
-    inputs, tmp_path, monkeypatch, run
-):
+def test_an_added_metric_appears_in_sweeps_the_page_training_and_the_command(inputs, tmp_path, monkeypatch, run):
     """A new metric needs only an entry in METRICS."""
     monkeypatch.setitem(METRICS, "lightness", Metric("mean <feature>", "inception", lightness))
     subject, scorer = make_subject(tmp_path), make_scorer(inputs, PROMPTS)
@@ -124,18 +108,12 @@ def test_the_page_labels_scores_of_unofficial_weights(tmp_path):
     rows = [{"guidance": g, "checkpoint": 2, "ema": "ema", **names} for g in (1.0, 2.0)]
     sweep.write_table(folder / sweep.TABLE, rows)
     page = results.sweeps([("run", sweep.read(folder))], str)
-    shown = [
-        page["metrics"][c]["label"]
-        for c in page["sweeps"][0]["points"][0]["scores"]
-        if c in page["metrics"]
-    ]
+    shown = [page["metrics"][c]["label"] for c in page["sweeps"][0]["points"][0]["scores"] if c in page["metrics"]]
     for label in ("Fréchet distance (stand-in Inception)", "KID (stand-in Inception)", "CMMD"):
         assert label in shown
     both = curve.figure(sweep.read(folder))
     assert both.x == "precision and recall"
-    assert [(line.name, line.x) for line in both.lines] == [
-        ("precision", [0.5, 0.5]), ("recall", [0.75, 0.75]),
-    ]  # fmt: skip
+    assert [(line.name, line.x) for line in both.lines] == [("precision", [0.5, 0.5]), ("recall", [0.75, 0.75])]
 
 
 def test_evaluation_metrics_selects_the_computed_metrics(inputs):

@@ -26,8 +26,7 @@ def pictures(prompts):
     glyphs = digits.load("test")
     parsed = [digits.parse(prompt) for prompt in prompts]
     first = [np.argmax(glyphs.digits == p.digit) for p in parsed]
-    return np.stack([digits.render(glyphs.images[i], p.ink, p.paper, 16)
-                     for i, p in zip(first, parsed, strict=True)])  # fmt: skip
+    return np.stack([digits.render(glyphs.images[i], p.ink, p.paper, 16) for i, p in zip(first, parsed, strict=True)])
 
 
 def test_the_digits_scorer_accepts_real_digits_and_rejects_wrong_ink(judge):
@@ -85,9 +84,7 @@ def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
     row = scorer.score({"clip": cosines})["clip"]
     np.testing.assert_allclose(row["clip_score"], cosines.mean(), rtol=1e-9)
     assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
-    assert (
-        scorer.cards["clip"].items() >= {"image_size": "24x24", "n": 3, "official": False}.items()
-    )
+    assert scorer.cards["clip"].items() >= {"image_size": "24x24", "n": 3, "official": False}.items()
 
 
 @pytest.mark.parametrize(

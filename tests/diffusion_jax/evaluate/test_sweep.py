@@ -124,9 +124,7 @@ def test_features_with_other_settings_are_an_error_that_names_them(tmp_path):
     assert drawn_features.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
     newer = card | {"versions": {"jax": "2"}}
     assert drawn_features.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
-    with pytest.raises(
-        ValueError, match=r"other settings .toy.seed: 0 stored, 1 requested.: use the"
-    ):
+    with pytest.raises(ValueError, match=r"other settings .toy.seed: 0 stored, 1 requested.: use the"):
         drawn_features.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
     with pytest.raises(ValueError, match=r"clip\.seed: None stored, 0 requested"):
         drawn_features.claim(tmp_path / "f", {"toy": card, "clip": card})
@@ -143,10 +141,6 @@ def test_describe_lists_each_score_with_its_interval():
 def test_with_two_processes_process_0_sends_the_missing_images_to_both(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        drawn_features.multihost_utils,
-        "broadcast_one_to_all",
-        lambda mask: sent.append(mask) or mask,
-    )
+    monkeypatch.setattr(drawn_features.multihost_utils, "broadcast_one_to_all", lambda mask: sent.append(mask) or mask)
     drawn_features._missing(tmp_path, 3)
     np.testing.assert_array_equal(sent, [[True, True, True]])

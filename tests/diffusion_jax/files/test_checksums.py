@@ -56,11 +56,7 @@ def test_checksums_of_two_processes_can_be_checked_by_three(folder):
     path.unlink()
     flip(folder / "params" / "b")
     damages = [checksums.damage(folder, (), part, 3) for part in range(3)]
-    assert sorted(map(str, damages)) == [
-        "None",
-        "None",
-        "params/b: its bytes differ from those written",
-    ]
+    assert sorted(map(str, damages)) == ["None", "None", "params/b: its bytes differ from those written"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 3}', b"\xff\xfe", b'{"a": [1, 2'])

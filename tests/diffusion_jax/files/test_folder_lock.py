@@ -124,10 +124,7 @@ def test_a_lock_of_another_machine_is_valid_while_its_beats_increase(tmp_path):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with (
-            pytest.raises(folder_lock.Busy, match="on far since"),
-            folder_lock.FolderLock(tmp_path),
-        ):
+        with pytest.raises(folder_lock.Busy, match="on far since"), folder_lock.FolderLock(tmp_path):
             pass
     finally:
         ended.set()
@@ -169,9 +166,7 @@ def test_a_writer_whose_lock_was_removed_while_suspended_exits(tmp_path):
 
 
 def test_one_of_six_concurrent_writers_gets_the_lock(tmp_path):
-    (tmp_path / "writer-3.json").write_text(
-        json.dumps({"machine": folder_lock._machine(), "pid": -1})
-    )
+    (tmp_path / "writer-3.json").write_text(json.dumps({"machine": folder_lock._machine(), "pid": -1}))
     code = (
         "import sys, time\nfrom diffusion_jax.files import folder_lock\n"
         "input()\n"

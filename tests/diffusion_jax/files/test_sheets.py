@@ -82,9 +82,7 @@ def test_enlarged_pictures_follow_a_smooth_wave_within_3_percent():
     image = np.broadcast_to(row[None, None, :, None], (1, 16, 16, 3))
     sheet = sheets.contact_sheet(image, [""])[4:132, 4:132].astype(float)
     expected = wave((np.arange(128) + 0.5) / 8)[24:-24]  # The border's three pixels are repeated.
-    np.testing.assert_allclose(
-        sheet[:, 24:-24], np.broadcast_to(expected[None, :, None], (128, 80, 3)), atol=3
-    )
+    np.testing.assert_allclose(sheet[:, 24:-24], np.broadcast_to(expected[None, :, None], (128, 80, 3)), atol=3)
 
 
 def test_write_png_stores_exact_pixels_and_leaves_no_temporary_file(tmp_path):

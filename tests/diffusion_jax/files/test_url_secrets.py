@@ -46,8 +46,7 @@ def test_a_secret_in_a_flag_is_hidden_and_revealed(text, hidden):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "a?b", "x@train", "gs://bucket/NAME@train", PLAIN, f"--prompt=see {SECRET}", "::"],
+    "text", ["", "a?b", "x@train", "gs://bucket/NAME@train", PLAIN, f"--prompt=see {SECRET}", "::"]
 )
 def test_a_text_without_a_secret_does_not_change(text):
     assert url_secrets.hide(text) == text
@@ -57,8 +56,7 @@ def test_a_text_without_a_secret_does_not_change(text):
 def test_secrets_in_a_config_are_hidden_and_the_secret_of_the_nearest_address_is_sent():
     data = Data("mixture", "https://a:b@host/", mixture=((1, "webdataset", SECRET, "txt"),))
     hidden = url_secrets.hide({"data": data, "steps": 3, "list": [SECRET, None]})
-    assert hidden["data"] == data._replace(path="https://host/", mixture=((1, "webdataset", PLAIN,
-                                                                          "txt"),))  # fmt: skip
+    assert hidden["data"] == data._replace(path="https://host/", mixture=((1, "webdataset", PLAIN, "txt"),))
     assert (hidden["steps"], hidden["list"]) == (3, [PLAIN, None])
     assert url_secrets.reveal("https://host/other.tar") == "https://a:b@host/other.tar"
     assert url_secrets.reveal(PLAIN) == SECRET
@@ -138,20 +136,38 @@ def test_data_behind_a_password_and_a_signature_are_read(tar):
 @pytest.mark.slow
 def test_no_file_or_message_of_a_run_holds_the_secrets_of_its_data(tar, tmp_path):
     run, packed = tmp_path / "run", tmp_path / "packed"
-    tiny = ["unet.image_size=16", "unet.embed_dim=32", "unet.channel_mult=(1,)", "batch_size=8",
-            "unet.num_res_blocks=1", "unet.attention_resolutions=()", "steps=2",
-            "sample_every=0", "save_every=2", "optimizer.warmup=1", "data.text=txt",
-            "data.source=webdataset", f"data.path={tar}", "log_every=1"]  # fmt: skip
+    tiny = [
+        "unet.image_size=16",
+        "unet.embed_dim=32",
+        "unet.channel_mult=(1,)",
+        "batch_size=8",
+        "unet.num_res_blocks=1",
+        "unet.attention_resolutions=()",
+        "steps=2",
+        "sample_every=0",
+        "save_every=2",
+        "optimizer.warmup=1",
+        "data.text=txt",
+        "data.source=webdataset",
+        f"data.path={tar}",
+        "log_every=1",
+    ]
     ends = [
-        commands.run("train", "--config=configs/quickstart.py", f"--workdir={run}",
-                     *(f"--config.{field}" for field in tiny)),
+        commands.run(
+            "train", "--config=configs/quickstart.py", f"--workdir={run}", *(f"--config.{field}" for field in tiny)
+        ),
         commands.run("diffusion_jax.pack", f"--workdir={run}", f"--out={packed}"),
         commands.run("diffusion_jax.report", str(run)),
-        commands.run("diffusion_jax.data.prepare", "validate", "--source=webdataset",
-                     f"--path={tar}", "--text=txt", f"--out={tmp_path / 'report'}"),
-        commands.run("sample", f"--workdir={packed}", "--prompt=red", "--steps=1",
-                     f"--out={tmp_path / 'drawn'}"),
-    ]  # fmt: skip
+        commands.run(
+            "diffusion_jax.data.prepare",
+            "validate",
+            "--source=webdataset",
+            f"--path={tar}",
+            "--text=txt",
+            f"--out={tmp_path / 'report'}",
+        ),
+        commands.run("sample", f"--workdir={packed}", "--prompt=red", "--steps=1", f"--out={tmp_path / 'drawn'}"),
+    ]
     assert [end.code for end in ends] == [0] * 5, ends[0].err[-300:]
     texts = [text.encode() for end in ends for text in (end.out, end.err)]
     for folder in (run, packed, tmp_path / "report", tmp_path / "drawn", tmp_path / "cache"):

@@ -31,9 +31,7 @@ def test_tensorboard_reads_metrics_pictures_and_the_config(tmp_path):
     ((step, (_, _, *pictures)),) = points(folder, "samples")  # Width and height come first.
     np.testing.assert_array_equal([Image.open(io.BytesIO(png)) for png in pictures], noise)
     assert step == 7
-    assert hparams(folder) == {
-        "run.steps": 7, "run.prompts": "('a', 'b')", "lr": 0.5, "flip": True,
-    }  # fmt: skip
+    assert hparams(folder) == {"run.steps": 7, "run.prompts": "('a', 'b')", "lr": 0.5, "flip": True}
     writer.close()
 
 
@@ -54,9 +52,7 @@ def test_a_new_run_in_an_old_workdir_removes_the_old_events(tmp_path):
     assert points(tmp_path / events.FOLDER, "loss") == [(5, 1.25)]
 
 
-def test_without_tensorflow_metrics_are_written_and_one_warning_is_logged(
-    tmp_path, monkeypatch, caplog
-):
+def test_without_tensorflow_metrics_are_written_and_one_warning_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with caplog.at_level(logging.WARNING):
         writer = write(tmp_path, [1, 2])

@@ -7,32 +7,38 @@ import pytest
 from diffusion_jax.logs import goodput, run_log
 
 ENTRIES = [
-    {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
-     "seconds": {"starting": 5.0, "compiling": 20.0, "saving": 4.0, "checking": 0.0}},
-    {"start": "2026-01-01T00:02:00+00:00", "first_step": 20, "config": {"batch_size": 16},
-     "seconds": {"compiling": 10.0, "drawing and scoring": 7.0, "repeated": 6.0}},
-]  # fmt: skip
+    {
+        "start": "2026-01-01T00:00:00+00:00",
+        "first_step": 0,
+        "config": {"batch_size": 8},
+        "seconds": {"starting": 5.0, "compiling": 20.0, "saving": 4.0, "checking": 0.0},
+    },
+    {
+        "start": "2026-01-01T00:02:00+00:00",
+        "first_step": 20,
+        "config": {"batch_size": 16},
+        "seconds": {"compiling": 10.0, "drawing and scoring": 7.0, "repeated": 6.0},
+    },
+]
 LINES = [
     {"step": 10, "images_per_second": 4.0, "data/waiting": 0.25},  # 80 images: 20 s.
     {"step": 10, "evaluation/fid": 3.0},
     {"step": 20, "images_per_second": 8.0, "data/waiting": 0.0},  # 80 images: 10 s.
-    {
-        "step": 25,
-        "images_per_second": 10.0,
-        "data/waiting": 0.5,
-    },  # A batch of 16: 80 images in 8 s.
+    {"step": 25, "images_per_second": 10.0, "data/waiting": 0.5},  # A batch of 16: 80 images in 8 s.
 ]
 
 
 def test_the_time_of_each_start_is_divided_into_training_and_other_work():
     first, second = goodput.starts(ENTRIES, LINES)
     assert (first.first, first.last, second.first, second.last) == (0, 20, 20, 25)
-    assert first.seconds == {
-        "steps": 15 + 10, "waiting for data": 5, "starting": 5, "compiling": 20, "saving": 4,
-    }  # fmt: skip
+    assert first.seconds == {"steps": 15 + 10, "waiting for data": 5, "starting": 5, "compiling": 20, "saving": 4}
     assert second.seconds == {
-        "steps": 4, "waiting for data": 4, "compiling": 10, "drawing and scoring": 7, "repeated": 6,
-    }  # fmt: skip
+        "steps": 4,
+        "waiting for data": 4,
+        "compiling": 10,
+        "drawing and scoring": 7,
+        "repeated": 6,
+    }
     # The starts are 120 s apart. 59 s were counted, and 6 s were spent on lost steps.
     assert (first.idle, second.idle) == (0, 120 - 59 - 6)
 
@@ -60,8 +66,7 @@ def test_a_start_after_a_kill_counts_the_logged_steps_that_it_repeats(tmp_path):
     config = {"batch_size": 8}
     run_log.write_manifest(tmp_path, config, 0, 0)
     run_log.write_seconds(tmp_path, {"compiling": 3.0})
-    lines = [run_log.metrics_line(line["step"], {k: v for k, v in line.items() if k != "step"})
-             for line in LINES]  # fmt: skip
+    lines = [run_log.metrics_line(line["step"], {k: v for k, v in line.items() if k != "step"}) for line in LINES]
     (tmp_path / run_log.METRICS).write_text("".join(lines))
     run_log.write_manifest(tmp_path, config, 0, 15)
     run_log.write_seconds(tmp_path, {"compiling": 2.0})

@@ -62,14 +62,11 @@ def test_step_line_shows_rate_loss_time_left_memory_and_utilization():
         memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36),
         utilization=0.4123,
     )
-    assert line == (
-        "step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %"
-    )
+    assert line == ("step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")],
+    ("seconds", "expected"), [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")]
 )
 def test_step_line_formats_the_time_left_as_h_mm_ss(seconds, expected):
     line = progress.step_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
@@ -78,8 +75,7 @@ def test_step_line_formats_the_time_left_as_h_mm_ss(seconds, expected):
 
 @pytest.mark.parametrize(
     ("count", "noun", "text"),
-    [(1, "pass", "1 pass"), (0, "pass", "0 passes"), (1, "word", "1 word"),
-     (2000, "word", "2,000 words")],
-)  # fmt: skip
+    [(1, "pass", "1 pass"), (0, "pass", "0 passes"), (1, "word", "1 word"), (2000, "word", "2,000 words")],
+)
 def test_counted_chooses_the_singular_or_the_plural(count, noun, text):
     assert progress.counted(count, noun) == text

@@ -37,9 +37,7 @@ def test_metrics_of_a_resumed_run_hold_each_step_once_and_no_partial_line(tmp_pa
     write(tmp_path, [10, 20, 30, 40])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "lo')  # The run was killed while writing.
-    assert [line["step"] for line in run_log.read_metrics(tmp_path / "metrics.jsonl")] == [
-        10, 20, 30, 40,
-    ]  # fmt: skip
+    assert [line["step"] for line in run_log.read_metrics(tmp_path / "metrics.jsonl")] == [10, 20, 30, 40]
     write(tmp_path, [30, 40, 50], resumed_from=20)
     metrics = run_log.read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [10, 20, 30, 40, 50]
@@ -62,15 +60,18 @@ def test_read_more_metrics_parses_only_new_lines(tmp_path, monkeypatch):
         run_log.read_more_metrics(path, *content_and_rows)
     # A run that was resumed from step 1.
     path.write_bytes(b'{"step": 1}\n{"step": 5}\n{"step": 6}\n')
-    assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [
-        1,
-        5,
-        6,
-    ]
+    assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [1, 5, 6]
 
 
-BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"}', b"[" * 10**5,
-          b'{"step": 2, "images_per_second": "fast"}')  # fmt: skip
+BROKEN = (
+    b'{"step": 2',
+    b"\xff\x00\x1b",
+    b"[2]",
+    b'{"loss": 2}',
+    b'{"step": "2"}',
+    b"[" * 10**5,
+    b'{"step": 2, "images_per_second": "fast"}',
+)
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
@@ -109,12 +110,7 @@ def test_importing_run_log_and_curve_does_not_import_tensorflow_or_matplotlib():
 
 
 def test_the_manifest_lists_each_start_with_config_versions_and_devices(tmp_path):
-    config = {
-        "sizes": (1, 2),
-        "lr": np.float32(0.5),
-        "path": pathlib.Path("data"),
-        "nested": {"a": 1},
-    }
+    config = {"sizes": (1, 2), "lr": np.float32(0.5), "path": pathlib.Path("data"), "nested": {"a": 1}}
     run_log.write_manifest(tmp_path, config, seed=7, step=0)
     run_log.write_manifest(tmp_path, config, seed=7, step=300)
     first, second = json.loads((tmp_path / "manifest.json").read_text())["runs"]

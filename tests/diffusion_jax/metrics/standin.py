@@ -16,9 +16,7 @@ DIGEST = "35e65934b382a68e8a281008f2845b2d448c20b0ae14d7ec5907be117b0068d1"
 def picture(height, width):
     """Return chirps [height, width, 3], which every resize kernel changes differently."""
     y, x = np.mgrid[:height, :width]
-    channels = [
-        (x * x * (c + 1) // 97 + y * y * 3 // (89 + c) + x * y // 61) % 256 for c in range(3)
-    ]
+    channels = [(x * x * (c + 1) // 97 + y * y * 3 // (89 + c) + x * y // 61) % 256 for c in range(3)]
     return np.stack(channels, -1).astype(np.uint8)
 
 

@@ -26,11 +26,25 @@ def test_only_scores_with_the_public_weights_are_named_fid():
 
 def test_a_card_records_extractor_images_sampler_and_versions():
     guided = card(guidance=3.0)
-    assert guided.items() >= {
-        "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "14x10",
-        "n": 100, "guidance": 3.0, "prompts": None, "seed": None, "sampler": None, "steps": None,
-        "checkpoint": None, "ema": None, "precision": None, "official": False,
-    }.items()  # fmt: skip
+    assert (
+        guided.items()
+        >= {
+            "extractor": "toy",
+            "weights": "abc",
+            "preprocessing": "means",
+            "image_size": "14x10",
+            "n": 100,
+            "guidance": 3.0,
+            "prompts": None,
+            "seed": None,
+            "sampler": None,
+            "steps": None,
+            "checkpoint": None,
+            "ema": None,
+            "precision": None,
+            "official": False,
+        }.items()
+    )
     assert guided["versions"].keys() >= {"jax", "numpy", "python"}
     with pytest.raises(ValueError, match="a card has no field 'guidence': the fields are extrac"):
         card(guidence=3.0)

@@ -32,10 +32,7 @@ def test_clip_scores_match_open_clip(folder):
 
 
 def test_the_extractors_embed_images_and_texts_and_reject_unequal_numbers(folder):
-    model, mesh = (
-        clip_towers.load(folder, preprocessing="squash"),
-        make_mesh(devices=jax.devices()[:1]),
-    )
+    model, mesh = (clip_towers.load(folder, preprocessing="squash"), make_mesh(devices=jax.devices()[:1]))
     assert (model.image.name, model.image.width, model.text.width) == ("clip_tiny", 20, 20)
     assert model.image.weights == model.text.weights and len(model.image.weights) == 64
     assert (model.image.preprocessing, model.image.official) == ("squash", False)
@@ -57,7 +54,5 @@ def test_the_digest_comes_from_safetensors_if_both_files_exist(tmp_path):
 
 
 def test_an_unknown_preprocessing_of_clip_is_an_error(folder):
-    with pytest.raises(
-        ValueError, match="CLIP has no preprocessing 'clean': choose from open_clip"
-    ):
+    with pytest.raises(ValueError, match="CLIP has no preprocessing 'clean': choose from open_clip"):
         clip_towers.load(folder, preprocessing="clean")

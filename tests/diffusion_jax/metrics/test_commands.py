@@ -138,9 +138,7 @@ def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, 
 
 def test_clip_sorts_images_by_the_numbers_in_their_names(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
-    model = ClipExtractors(
-        toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens
-    )
+    model = ClipExtractors(toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens)
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
     (tmp_path / "p.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
     padded = [path.name for path in sorted((tmp_path / "a").iterdir())]
@@ -165,9 +163,7 @@ def test_fid_reports_skipped_images_and_bad_arguments_in_one_line(run, tmp_path,
     for path in sorted((tmp_path / "b").iterdir())[1:]:
         path.unlink()
     code, _, err = run("fid", tmp_path / "a", tmp_path / "b")
-    assert code == 2 and err.startswith(
-        "error: a covariance needs at least 2 images, but there are 1"
-    )
+    assert code == 2 and err.startswith("error: a covariance needs at least 2 images, but there are 1")
     code, _, err = run("fid", tmp_path / "a", tmp_path / "nothing")
     assert (code, err) == (2, f"error: no folder {tmp_path}/nothing\n")
     assert "Score image sets" in run("fid", tmp_path / "a")[2]

@@ -53,8 +53,7 @@ def test_weights_with_the_authors_names_load_like_hugging_faces(saved):
         theirs[f"norm.{end}"] = state[f"layernorm.{end}"]
         for i in range(2):
             source, target = f"encoder.layer.{i}", f"blocks.{i}"
-            parts = [state[f"{source}.attention.attention.{n}.{end}"] for n in
-                     ("query", "key", "value")]  # fmt: skip
+            parts = [state[f"{source}.attention.attention.{n}.{end}"] for n in ("query", "key", "value")]
             theirs[f"{target}.attn.qkv.{end}"] = np.concatenate(parts)
             theirs[f"{target}.attn.proj.{end}"] = state[f"{source}.attention.output.dense.{end}"]
             for same in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):

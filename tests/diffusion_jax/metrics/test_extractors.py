@@ -48,9 +48,7 @@ def test_skipped_images_are_counted_by_reason():
     images = pictures().astype(np.float32)
     images[3, 5, 5, 1], images[11, 0, 0, 0] = np.nan, np.inf
     source, done = Watched(images), []
-    taken = extractors.extract(
-        toy.extractor(), source, make_mesh(), batch_size=20, progress=done.append
-    )
+    taken = extractors.extract(toy.extractor(), source, make_mesh(), batch_size=20, progress=done.append)
     assert taken.skipped == {"status_1": 14, "not_finite": 2}
     left = [i for i in range(67) if i % 5 and i not in (3, 11)]
     expected = np.asarray(toy.apply(toy.extractor().params, toy.prepare(images[left])))
@@ -68,9 +66,7 @@ def test_an_image_with_nan_is_skipped_even_if_its_features_are_finite():
 def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
     weights = extractors.InceptionWeights({}, "abc", official=True)
     whole = extractors.inception_extractor(weights, "clean")
-    assert (whole.name, whole.width, whole.preprocessing, whole.official) == (
-        "inception", 2048, "clean", True,
-    )  # fmt: skip
+    assert (whole.name, whole.width, whole.preprocessing, whole.official) == ("inception", 2048, "clean", True)
     part = extractors.inception_extractor(weights, "tf", "768")
     assert (part.name, part.width, part.official) == ("inception_768", 768, False)
     with pytest.raises(ValueError, match="no preprocessing 'pil': choose from pytorch, tf, clean"):
@@ -81,18 +77,14 @@ def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
 
 def test_features_of_several_levels_are_concatenated(monkeypatch):
     """Here, the features of a level equal the number of letters in its name."""
-    level = lambda outputs, name: jax.numpy.full(
-        (len(outputs), inception.LEVELS[name]), float(len(name))
-    )
+    level = lambda outputs, name: jax.numpy.full((len(outputs), inception.LEVELS[name]), float(len(name)))
     monkeypatch.setattr(inception, "apply", lambda params, x: x)
     monkeypatch.setattr(inception, "level", level)
     weights = extractors.InceptionWeights({}, "abc", official=True)
     several = extractors.inception_extractor(weights, level="2048+64")
     assert (several.width, several.official) == (2048 + 64, True)
     parts = extractors.split(several, np.asarray(several.apply({}, np.zeros((3, 2)))))
-    assert {name: rows.shape for name, rows in parts.items()} == {
-        "inception": (3, 2048), "inception_64": (3, 64)
-    }  # fmt: skip
+    assert {name: rows.shape for name, rows in parts.items()} == {"inception": (3, 2048), "inception_64": (3, 64)}
     assert (parts["inception"] == 4).all() and (parts["inception_64"] == 2).all()
 
 
@@ -104,9 +96,7 @@ def test_two_processes_read_half_the_images_each_and_get_all_features(tmp_path):
         with np.load(tmp_path / f"{i}.npz") as arrays:
             np.testing.assert_allclose(arrays["features"], one.stream.features(), atol=1e-6)
             seen.append(set(arrays["seen"].tolist()))
-    assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {
-        66
-    }  # Row 66 also fills up the last batch.
+    assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {66}  # Row 66 also fills up the last batch.
 
 
 def process(index, folder):

@@ -133,8 +133,10 @@ def test_distances_match_the_numbers_of_the_reference():
     with np.load(SHARED / "fid_inception_oracle.npz") as arrays:
         for dims in (64, 192, 768, 2048):
             each = [arrays[f"pytorchfid_f32_{dims}_{size}"] for size in (64, 256, 512)]
-            halves = [np.concatenate([rows[: len(rows) // 2] for rows in each]),
-                      np.concatenate([rows[len(rows) // 2 :] for rows in each])]  # fmt: skip
+            halves = [
+                np.concatenate([rows[: len(rows) // 2] for rows in each]),
+                np.concatenate([rows[len(rows) // 2 :] for rows in each]),
+            ]
             expected = numbers[f"pytorchfid_f32_{dims} halves"]
             assert fid.frechet(*halves) == pytest.approx(expected["from_features"], abs=1e-6)
             if dims < 2048:  # At 2048, decompositions take seconds.

@@ -115,7 +115,5 @@ def test_missing_empty_and_broken_folders_and_invalid_fits_are_errors(tmp_path):
     with pytest.raises(ValueError, match="none of the 1 images can be read"):
         images.DecodedFiles(files)
     for size, fit in ((8, "exact"), (0, "crop"), (8, "stretch")):
-        with pytest.raises(
-            ValueError, match=f"fit is '{fit}' with size {size}: choose 'squash' or"
-        ):
+        with pytest.raises(ValueError, match=f"fit is '{fit}' with size {size}: choose 'squash' or"):
             images.DecodedFiles(files, size, fit)

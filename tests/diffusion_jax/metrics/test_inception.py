@@ -16,14 +16,7 @@ import safetensors.numpy
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import scorers
-from diffusion_jax.metrics import (
-    features,
-    fid,
-    inception,
-    inception_weights,
-    preprocess,
-    stats_files,
-)
+from diffusion_jax.metrics import features, fid, inception, inception_weights, preprocess, stats_files
 from tests.diffusion_jax.metrics import standin, toy
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -82,9 +75,7 @@ def test_features_after_every_resize_kernel_match_its_reference(run, reference, 
     features = np.asarray(run(mode, list(pictures.values())).final)
     for ours, name in zip(features, pictures, strict=True):
         check(ours, reference[f"{name}_{mode}"][0])
-        for other in set(preprocess.INCEPTION) - {
-            mode
-        }:  # Other kernels give clearly different features.
+        for other in set(preprocess.INCEPTION) - {mode}:  # Other kernels give clearly different features.
             gap = np.abs(ours - reference[f"{name}_{other}"]).max()
             assert gap > 100 * RELATIVE * ours.max()
 

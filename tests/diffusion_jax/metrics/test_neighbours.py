@@ -85,7 +85,5 @@ def test_distances_are_computed_once_for_all_four_scores(monkeypatch):
 
 def test_precision_and_recall_of_too_few_images_are_errors():
     for metric in (neighbours.precision, neighbours.recall):
-        with pytest.raises(
-            ValueError, match=r"more than 3 images in each set, but there are 3 real and 9"
-        ):
+        with pytest.raises(ValueError, match=r"more than 3 images in each set, but there are 3 real and 9"):
             metric(np.zeros((9, 2)), neighbours.RealFeatures(np.zeros((3, 2))))

@@ -99,20 +99,35 @@ def test_an_evaluation_computes_all_three_with_intervals_and_cards(folder):
 @pytest.mark.parametrize(
     ("load", "edit", "error", "message"),
     [
-        (preferences.hpsv2, lambda f: (f / HPS).unlink(), FileNotFoundError,
-         r"holds 0 files HPS_v2\*\.pt: put one of them beside"),
-        (preferences.hpsv2, lambda f: shutil.copy(f / HPS, f / "HPS_v2_compressed.pt"), ValueError,
-         r"holds 2 files HPS_v2\*\.pt"),
-        (preferences.aesthetic, lambda f: safetensors.numpy.save_file(
-            {"layers.0.weight": np.ones((1, 768), "f4"), "layers.0.bias": np.ones(1, "f4")},
-            f / LAION), ValueError, "does not score the 20 numbers of the CLIP beside it"),
-        (preferences.aesthetic, lambda f: safetensors.numpy.save_file(
-            {"mlp.weight": np.ones((1, 20), "f4")}, f / LAION), ValueError, "does not score"),
+        (
+            preferences.hpsv2,
+            lambda f: (f / HPS).unlink(),
+            FileNotFoundError,
+            r"holds 0 files HPS_v2\*\.pt: put one of them beside",
+        ),
+        (
+            preferences.hpsv2,
+            lambda f: shutil.copy(f / HPS, f / "HPS_v2_compressed.pt"),
+            ValueError,
+            r"holds 2 files HPS_v2\*\.pt",
+        ),
+        (
+            preferences.aesthetic,
+            lambda f: safetensors.numpy.save_file(
+                {"layers.0.weight": np.ones((1, 768), "f4"), "layers.0.bias": np.ones(1, "f4")}, f / LAION
+            ),
+            ValueError,
+            "does not score the 20 numbers of the CLIP beside it",
+        ),
+        (
+            preferences.aesthetic,
+            lambda f: safetensors.numpy.save_file({"mlp.weight": np.ones((1, 20), "f4")}, f / LAION),
+            ValueError,
+            "does not score",
+        ),
     ],
-)  # fmt: skip
-def test_files_that_are_missing_or_belong_elsewhere_are_named(
-    folder, tmp_path, load, edit, error, message
-):
+)
+def test_files_that_are_missing_or_belong_elsewhere_are_named(folder, tmp_path, load, edit, error, message):
     edit(shutil.copytree(folder, tmp_path / "copy") and tmp_path / "copy")
     with pytest.raises(error, match=message):
         load(tmp_path / "copy")

@@ -104,9 +104,6 @@ def test_the_stats_command_shares_its_work_between_workers(run, pictures, tmp_pa
     assert run(*arguments, "--dry_run")[1] == "30 images in 5 shards; finished shards: 0\n"
     assert run(*arguments, "--worker=1", "--workers=2")[0] == 0
     assert stats_files.read(out).gaussian.n == 29
-    assert (
-        "--worker=2 of --workers=2: the index must be from 0 to 1"
-        in run(*arguments, "--worker=2", "--workers=2")[2]
-    )
+    assert "--worker=2 of --workers=2: the index must be from 0 to 1" in run(*arguments, "--worker=2", "--workers=2")[2]
     code, _, err = run("fid", out, out, "--workers=2")
     assert code == 2 and "`fid` does not read --workers: remove the flag" in err

@@ -39,9 +39,7 @@ def test_spatial_statistics_are_stored_under_adms_names(tmp_path):
 def test_check_mode_requires_a_mode_for_a_file_without_a_card():
     stats_files.check_mode("a.npz", stats(), "", "--mode")
     stats_files.check_mode("a.npz", stats(card=None), "tf", "--mode")
-    with pytest.raises(
-        ValueError, match=r"a.npz has no card .*: set --mode to the .* pytorch .*, tf \(AD"
-    ):
+    with pytest.raises(ValueError, match=r"a.npz has no card .*: set --mode to the .* pytorch .*, tf \(AD"):
         stats_files.check_mode("a.npz", stats(card=None), "", "--mode")
 
 
@@ -65,15 +63,9 @@ def test_a_mean_is_read_as_a_vector(tmp_path, shape):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"name": "inception"},
-            "a.npz was computed with extractor toy, but the images use inception",
-        ),
+        ({"name": "inception"}, "a.npz was computed with extractor toy, but the images use inception"),
         ({"weights": "xyz"}, "a.npz was computed with weights abc, but the images use xyz"),
-        (
-            {"preprocessing": "tf"},
-            "a.npz was computed with preprocessing means, but the images use tf",
-        ),
+        ({"preprocessing": "tf"}, "a.npz was computed with preprocessing means, but the images use tf"),
     ],
 )
 def test_statistics_of_another_extractor_are_an_error(change, message):
@@ -89,10 +81,7 @@ def test_statistics_of_another_extractor_are_an_error(change, message):
         ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"but holds mu \(3,\), sigma \(4, 4\)"),
         ({"mu": np.array([0, np.nan, 0]), "sigma": np.eye(3)}, "holds values that are not finite"),
         ({"mu": np.zeros(3), "sigma": np.diag([1, np.inf, 1])}, "holds values that are not finite"),
-        (
-            {"mu": np.zeros(2), "sigma": np.array([[2, 1], [0, 2]])},
-            "sigma in .* is not a covariance",
-        ),
+        ({"mu": np.zeros(2), "sigma": np.array([[2, 1], [0, 2]])}, "sigma in .* is not a covariance"),
         ({"mu": np.zeros(2), "sigma": np.diag([1, -1])}, "sigma in .* is not a covariance"),
         ({"mu": np.array([{}])}, "cannot read .*: ValueError: it holds Python objects"),
     ],

@@ -32,9 +32,7 @@ def test_only_a_file_with_the_public_hashes_is_official(monkeypatch):
     assert weights.load(LEGACY) == loaded._replace(official=True)
 
 
-def test_a_converted_file_of_official_weights_is_official_until_a_value_changes(
-    monkeypatch, tmp_path
-):
+def test_a_converted_file_of_official_weights_is_official_until_a_value_changes(monkeypatch, tmp_path):
     is_now_public(monkeypatch, LEGACY)
     out = tmp_path / "fid.safetensors"
     converted = weights.convert(LEGACY, out)

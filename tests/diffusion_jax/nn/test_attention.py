@@ -84,9 +84,7 @@ def test_gradients_over_blocks_of_keys_match_the_plain_softmax(implementation, d
             assert ours.dtype == expected.dtype
             scale = np.abs(np.asarray(expected, np.float32)).max()
             np.testing.assert_allclose(
-                np.asarray(ours, np.float32),
-                np.asarray(expected, np.float32),
-                atol=tolerance * scale,
+                np.asarray(ours, np.float32), np.asarray(expected, np.float32), atol=tolerance * scale
             )
 
 
@@ -96,9 +94,7 @@ def test_splash_uses_larger_blocks_of_keys_on_tpus_with_more_memory(kind, keys, 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     sizes, make = [], splash.make_splash_mha
-    record = lambda mask, block_sizes, **kind: (
-        sizes.append(block_sizes) or make(mask, block_sizes=block_sizes, **kind)
-    )
+    record = lambda mask, block_sizes, **kind: sizes.append(block_sizes) or make(mask, block_sizes=block_sizes, **kind)
     monkeypatch.setattr(splash, "make_splash_mha", record)
     monkeypatch.setattr(attention, "device_kind", lambda: kind)
     monkeypatch.setattr(attention, "_RESIDENT", 128)
@@ -124,9 +120,7 @@ def test_splash_uses_larger_blocks_of_keys_on_tpus_with_more_memory(kind, keys, 
         ("TPU v6 lite", "float32", 4096, (512, 2048, 512)),
     ],
 )
-def test_splash_block_sizes_fit_into_the_memory_of_each_tpu(
-    kind, dtype, length, sizes, monkeypatch
-):
+def test_splash_block_sizes_fit_into_the_memory_of_each_tpu(kind, dtype, length, sizes, monkeypatch):
     """`sizes` are queries, keys and keys per product. libtpu compiled these for each TPU."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -144,9 +138,7 @@ def test_splash_block_sizes_fit_into_the_memory_of_each_tpu(
 
 def test_a_text_without_tokens_has_zero_gradients(implementation):
     q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
-    attend = lambda q, k, v: attention.attend(
-        q, k, v, jnp.asarray(MASK), implementation=implementation
-    ).sum()
+    attend = lambda q, k, v: attention.attend(q, k, v, jnp.asarray(MASK), implementation=implementation).sum()
     for gradient in jax.grad(attend, argnums=(0, 1, 2))(q, k, v):
         np.testing.assert_array_equal(gradient[2], 0)
         assert np.abs(gradient[0]).max() > 1e-3 and jnp.isfinite(gradient).all()
@@ -182,9 +174,7 @@ def test_flops_of_attention_do_not_depend_on_the_implementation(implementation):
 
 def test_auto_selects_the_fastest_implementation_of_each_platform(monkeypatch):
     monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
-    choose = lambda keys=1024, dtype=jnp.bfloat16, head_dim=64: attention.choose(
-        1024, keys, head_dim, dtype
-    )
+    choose = lambda keys=1024, dtype=jnp.bfloat16, head_dim=64: attention.choose(1024, keys, head_dim, dtype)
     assert (choose(), choose(8)) == ("blockwise", "xla") and not attention.counts_keys("auto")
     monkeypatch.setattr(attention, "_platform", lambda: "tpu")
     assert (choose(), choose(8), choose(dtype=jnp.float32)) == ("splash", "xla", "xla")

@@ -50,14 +50,18 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
     assert layer.apply(params, x).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("layer", "shape", "fan_in"), [
-    (lambda x: dense(x, 64, "layer", dtype=x.dtype), (2, 9, 48), 48),
-    (lambda x: geglu(x, 32, "layer", dtype=x.dtype), (2, 9, 48), 48),
-    (lambda x: ToHeads(3, 4, 16, name="layer")(x), (2, 9, 48), 48),
-    (lambda x: FromHeads(64, name="layer")(x), (2, 9, 4, 12), 48),
-    (lambda x: conv(x, 64, "layer", kernel=3, dtype=x.dtype), (2, 7, 8, 16), 144),
-    (lambda x: ConvTranspose(x.dtype, name="layer")(x), (2, 7, 8, 32), 512),
-], ids=["dense", "geglu", "to heads", "from heads", "conv", "transposed conv"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layer", "shape", "fan_in"),
+    [
+        (lambda x: dense(x, 64, "layer", dtype=x.dtype), (2, 9, 48), 48),
+        (lambda x: geglu(x, 32, "layer", dtype=x.dtype), (2, 9, 48), 48),
+        (lambda x: ToHeads(3, 4, 16, name="layer")(x), (2, 9, 48), 48),
+        (lambda x: FromHeads(64, name="layer")(x), (2, 9, 4, 12), 48),
+        (lambda x: conv(x, 64, "layer", kernel=3, dtype=x.dtype), (2, 7, 8, 16), 144),
+        (lambda x: ConvTranspose(x.dtype, name="layer")(x), (2, 7, 8, 32), 512),
+    ],
+    ids=["dense", "geglu", "to heads", "from heads", "conv", "transposed conv"],
+)
 def test_initial_weights_have_the_range_and_deviation_of_torchs(layer, shape, fan_in):
     class Model(nn.Module):
         @nn.compact
@@ -78,8 +82,7 @@ def test_on_a_tpu_one_product_gives_the_gradients_of_kernel_and_bias(monkeypatch
     monkeypatch.setattr(ops, "platform", lambda: "tpu")
     for one, other in zip(gradients(x, kernel, bias), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
-    products = [line for line in str(jax.make_jaxpr(gradients)(x, kernel, bias)).splitlines()
-                if "dot_general" in line]  # fmt: skip
+    products = [line for line in str(jax.make_jaxpr(gradients)(x, kernel, bias)).splitlines() if "dot_general" in line]
     assert len(products) == 3 and any("f32[3,5]" in line for line in products)
     many, one = jnp.ones((64 * 64, 1), jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)
     half = jax.grad(lambda b: (ops.linear(many, one, b).astype(jnp.float32) * 0.5).sum())

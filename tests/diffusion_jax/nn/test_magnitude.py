@@ -63,9 +63,7 @@ def test_a_convolution_keeps_magnitude_1_for_weights_of_any_length(kernel, lengt
     longer = jax.tree.map(lambda w: length * w, params)
     y = layer.apply(longer, x)[:, 1:-1, 1:-1]  # Zero padding changes the border.
     assert abs(rms(y) - 1) < 0.03
-    np.testing.assert_allclose(
-        rms(layer.apply(longer, x, 0.5)[:, 1:-1, 1:-1]), rms(y) / 2, rtol=1e-5
-    )
+    np.testing.assert_allclose(rms(layer.apply(longer, x, 0.5)[:, 1:-1, 1:-1]), rms(y) / 2, rtol=1e-5)
     np.testing.assert_allclose(layer.apply(params, x)[:, 1:-1, 1:-1], y, atol=1e-3)
 
 
@@ -79,14 +77,9 @@ def test_a_3x3_convolution_matches_numpy():
 
 
 def test_forced_normalizes_the_parameters_named_unit_kernel_and_no_others():
-    tree = {
-        "a": {magnitude.UNIT: 3 * normal(4, 6), "gain": jnp.float32(2)},
-        "b": {"kernel": 5 * normal(4, 6)},
-    }
+    tree = {"a": {magnitude.UNIT: 3 * normal(4, 6), "gain": jnp.float32(2)}, "b": {"kernel": 5 * normal(4, 6)}}
     after = magnitude.forced(tree)
     length = np.sqrt(np.mean(np.square(tree["a"][magnitude.UNIT]), axis=0))
-    np.testing.assert_allclose(
-        after["a"][magnitude.UNIT], tree["a"][magnitude.UNIT] / (length + 1e-4), rtol=1e-6
-    )
+    np.testing.assert_allclose(after["a"][magnitude.UNIT], tree["a"][magnitude.UNIT] / (length + 1e-4), rtol=1e-6)
     assert after["a"]["gain"] is tree["a"]["gain"]
     assert after["b"]["kernel"] is tree["b"]["kernel"]

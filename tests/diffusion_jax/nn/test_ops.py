@@ -32,12 +32,7 @@ def group_norm(x, weight, bias, scale, shift):
 @pytest.mark.parametrize("mean", [0, 1000])
 def test_group_norm_matches_numpy_also_with_a_large_mean(mean):
     x = normal(2, 5, 6, 64) + np.float32(mean)
-    weight, bias, scale, shift = (
-        normal(64, seed=1),
-        normal(64),
-        normal(2, 64),
-        normal(2, 64, seed=2),
-    )
+    weight, bias, scale, shift = (normal(64, seed=1), normal(64), normal(2, 64), normal(2, 64, seed=2))
     expected = group_norm(x, weight, bias, scale, shift)
     # The rounding error of values below about 10. E[x^2] - E[x]^2 would be wrong by about 0.1.
     np.testing.assert_allclose(ops.group_norm(x, weight, bias, scale, shift), expected, atol=1e-5)
@@ -98,9 +93,7 @@ def test_group_norm_of_bfloat16_has_float32_statistics(platform, monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_bfloat16_gradients_of_group_norm_differ_from_float32_only_by_rounding(
-    platform, monkeypatch
-):
+def test_bfloat16_gradients_of_group_norm_differ_from_float32_only_by_rounding(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, cotangent = normal(2, 16, 16, 64) + 100, normal(2, 16, 16, 64, seed=1)
     x, cotangent = (jnp.asarray(value, jnp.bfloat16) for value in (x, cotangent))
@@ -211,9 +204,7 @@ def test_tensordot_on_a_cpu_is_one_product_of_matrices(axes):
 
 @pytest.mark.parametrize(("size", "stride", "im2col"), [(4, 1, True), (8, 1, False), (4, 2, False)])
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 0))])
-def test_a_convolution_matches_numpy_and_xlas_gradients_with_and_without_im2col(
-    size, stride, im2col, padding
-):
+def test_a_convolution_matches_numpy_and_xlas_gradients_with_and_without_im2col(size, stride, im2col, padding):
     x, kernel = normal(2, size, size + 1, 9), normal(3, 3, 9, 32, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), *padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
@@ -221,9 +212,7 @@ def test_a_convolution_matches_numpy_and_xlas_gradients_with_and_without_im2col(
     expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel))
     numbers, strides = ("NHWC", "HWIO", "NHWC"), (stride, stride)
     convolve = lambda x, kernel: ops.convolution(x, kernel, strides, padding)
-    plain = lambda x, kernel: jax.lax.conv_general_dilated(
-        x, kernel, strides, padding, dimension_numbers=numbers
-    )
+    plain = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=numbers)
     out, pullback = jax.vjp(convolve, x, kernel)
     np.testing.assert_allclose(out, expected, atol=1e-4)
     cotangent = normal(*expected.shape, seed=2)
@@ -253,9 +242,7 @@ def test_average_pooling_returns_the_mean_of_each_2x2_window():
 def test_depth_to_space_inverts_space_to_depth():
     x = jnp.arange(16.0).reshape(1, 2, 4, 2)
     patches = ops.space_to_depth(x, 2)
-    np.testing.assert_array_equal(
-        patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    )
+    np.testing.assert_array_equal(patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]])
     np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
 
 

@@ -11,14 +11,7 @@ from diffusion_jax.precache import encode
 from diffusion_jax.text import clip, embed, t5
 from tests.diffusion_jax.text import tiny_weights
 
-TEXTS = [
-    "a red seven on gray paper",
-    "",
-    "paper " * 40,
-    "a blue three",
-    "gray " * 14,
-    "seven " * 90,
-]
+TEXTS = ["a red seven on gray paper", "", "paper " * 40, "a blue three", "gray " * 14, "seven " * 90]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +72,7 @@ def test_int8_embeddings_have_an_error_below_1_percent(t5_encoder, reference):
 def test_batches_contain_every_text_and_are_filled_up_for_the_devices():
     lengths = np.array([3, 17, 16, 300, 1, 20, 2])
     batches = [(part.tolist(), length) for part, length in encode._batches(lengths, 64, 2)]
-    assert batches == [
-        ([4, 6, 0, 4, 4, 4, 4, 4], 8),
-        ([2, 2, 2, 2], 16),
-        ([1, 5], 24),
-        ([3, 3], 320),
-    ]
+    assert batches == [([4, 6, 0, 4, 4, 4, 4, 4], 8), ([2, 2, 2, 2], 16), ([1, 5], 24), ([3, 3], 320)]
     ladder = {length for _, length in encode._batches(np.arange(1, 257), 1, 1)}
     assert sorted(ladder) == [*range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
 

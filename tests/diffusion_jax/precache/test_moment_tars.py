@@ -224,9 +224,7 @@ def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, 
     ) in caplog.text
 
 
-@pytest.mark.parametrize(
-    "fields", [{"flip": True}, {"crop": "random"}, {"resize": 16}, {"max_aspect": 2.0}], ids=str
-)
+@pytest.mark.parametrize("fields", [{"flip": True}, {"crop": "random"}, {"resize": 16}, {"max_aspect": 2.0}], ids=str)
 def test_data_fields_that_stored_moments_ignore_are_errors(folder, tmp_path, fields):
     run(folder, tmp_path / "out", resize=8)
     stored(tmp_path / "out", resize=8)  # The value used for encoding is accepted.

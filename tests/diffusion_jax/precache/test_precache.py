@@ -117,8 +117,7 @@ def test_killed_workers_neither_lose_nor_duplicate_captions(tmp_path, weights, w
 
     def start(number, most, *more):
         held = functools.partial(hold, path, most, tmp_path / "go")
-        return commands.start("diffusion_jax.precache", *line, *more, devices=1,
-                              outputs=out(number), before=held)  # fmt: skip
+        return commands.start("diffusion_jax.precache", *line, *more, devices=1, outputs=out(number), before=held)
 
     first = start(0, 15)
     wait_for(path, 3, first)
@@ -217,9 +216,7 @@ def test_a_shard_lost_from_an_unfinished_store_is_encoded_again(tmp_path, weight
     assert contents(tmp_path / "store") == contents(whole)
 
 
-def test_a_worker_whose_work_another_has_finished_ends_with_the_same_store(
-    tmp_path, weights, whole
-):
+def test_a_worker_whose_work_another_has_finished_ends_with_the_same_store(tmp_path, weights, whole):
     job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
 
     class Overtaken(engines.Worker):
@@ -297,17 +294,13 @@ def test_training_checks_before_its_first_step_that_captions_are_stored(edited):
     open_batches()
     (folder / "00003.txt").write_text("a caption that is new")
     (folder / "00002.txt").write_text("")
-    with pytest.raises(
-        ValueError, match=r"1 of 3 captions are not in the store .*, such as 'a capt"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 3 captions are not in the store .*, such as 'a capt"):
         open_batches()
 
 
 def test_captions_can_be_read_from_a_file(tmp_path, weights):
     (tmp_path / "captions.txt").write_text("one\n\n two \none\n")
-    job = fill.open_job(
-        config(tmp_path / "store", weights, prompts=()), str(tmp_path / "captions.txt")
-    )
+    job = fill.open_job(config(tmp_path / "store", weights, prompts=()), str(tmp_path / "captions.txt"))
     assert fill.run(job, WORK)["captions"] == 2
     store.Store(tmp_path / "store").read(["two", "one"])
 
@@ -332,11 +325,7 @@ def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        (
-            {"text__store": ""},
-            ValueError,
-            "text.store is empty: name the folder to write to with --config",
-        ),
+        ({"text__store": ""}, ValueError, "text.store is empty: name the folder to write to with --config"),
         ({"text__encoder": "t6"}, ValueError, "text.encoder is 't6': "),
         ({"text__encoder": "precomputed"}, ValueError, "name the encoder that computed the emb"),
         ({"text__width": 32}, ValueError, "text.width is 32, but the T5 in .* has width 64: s"),
@@ -344,9 +333,7 @@ def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
         ({"data__source": "folder", "data__path": "/no"}, FileNotFoundError, "no data at /no: ch"),
     ],
 )
-def test_invalid_settings_are_errors_before_anything_is_encoded(
-    tmp_path, weights, changes, kind, message
-):
+def test_invalid_settings_are_errors_before_anything_is_encoded(tmp_path, weights, changes, kind, message):
     with pytest.raises(kind, match=message):
         fill.open_job(config(tmp_path / "store", weights, **changes))
     assert not (tmp_path / "store").exists()
@@ -354,21 +341,15 @@ def test_invalid_settings_are_errors_before_anything_is_encoded(
 
 def test_a_store_of_another_encoder_is_an_error(whole, weights, tmp_path):
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
-    with pytest.raises(
-        ValueError, match=r"made with other settings \(weights: '\w+' stored, '\w+' request"
-    ):
+    with pytest.raises(ValueError, match=r"made with other settings \(weights: '\w+' stored, '\w+' request"):
         fill.run(fill.open_job(config(whole, other)), WORK)
     longer = config(whole, weights, text__max_tokens=8)
-    with pytest.raises(
-        ValueError, match=r"\(max_tokens: 16 stored, 8 requested\): set the text group"
-    ):
+    with pytest.raises(ValueError, match=r"\(max_tokens: 16 stored, 8 requested\): set the text group"):
         fill.run(fill.open_job(longer), WORK)
 
 
 def test_a_dry_run_prints_the_size_and_writes_nothing(tmp_path, weights):
-    ended = commands.run(
-        "diffusion_jax.precache", *arguments(tmp_path / "store", weights), "--dry_run"
-    )
+    ended = commands.run("diffusion_jax.precache", *arguments(tmp_path / "store", weights), "--dry_run")
     assert ended.code == 0, ended.err
     assert re.fullmatch(
         r"[\d,]+ captions of \d+\.\d tokens on average \(\d+ at most\) in a sample of [\d,]+: the "
@@ -380,9 +361,7 @@ def test_a_dry_run_prints_the_size_and_writes_nothing(tmp_path, weights):
 
 def test_workers_are_counted_from_0():
     assert engines.share(1, 2) == (1, 2) and engines.share(None, None) == (0, 1)
-    with pytest.raises(
-        ValueError, match=r"--worker=2 of --workers=2: the index must be from 0 to 1"
-    ):
+    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: the index must be from 0 to 1"):
         engines.share(2, 2)
 
 

@@ -35,9 +35,7 @@ def computed(numbers, format):
     arrays, rows = [ROWS[i] for i in numbers], {}
     rows["values"] = np.concatenate(arrays).astype(store.FORMATS[format])
     if format == "int8":
-        rows["values"], rows["scales"] = (
-            np.concatenate([of[i] for i in numbers]) for of in quantized()
-        )
+        rows["values"], rows["scales"] = (np.concatenate([of[i] for i in numbers]) for of in quantized())
     return columns.Computed(np.array([len(a) for a in arrays]), rows, np.array([0.1, 0.2, 0.9]))
 
 
@@ -85,8 +83,7 @@ def test_embeddings_of_an_earlier_commit_can_be_read(tmp_path):
     assert (error < 0.007 * np.linalg.norm(expected, axis=-1)[mask]).all()
 
 
-@pytest.mark.parametrize(("format", "tolerance"), [("int8", 0.01), ("bfloat16", 3e-3),
-                                                   ("float32", 0)])  # fmt: skip
+@pytest.mark.parametrize(("format", "tolerance"), [("int8", 0.01), ("bfloat16", 3e-3), ("float32", 0)])
 def test_stored_texts_are_read_back_padded_with_0(tmp_path, format, tolerance):
     encoder = store.Store(make(tmp_path, format)).encoder()
     order = [2, 0, 3, 3, 1]
@@ -159,15 +156,11 @@ def test_a_text_in_two_chunks_is_counted_once_and_other_chunks_are_removed(tmp_p
 
 def test_missing_captions_are_an_error_with_the_precache_command(tmp_path):
     opened = store.Store(make(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"2 of 3 captions are not in the store .*such as 'a bird'"
-    ):
+    with pytest.raises(ValueError, match=r"2 of 3 captions are not in the store .*such as 'a bird'"):
         opened.read(["a dog", "a bird", "a fish"])
     with pytest.raises(ValueError, match=r"python -m diffusion_jax\.precache --config=CONFIG "):
         opened.read(["a bird"])
-    with pytest.raises(
-        ValueError, match=r"the data have ndarray of shape \(3, 128\): set data\.text=txt"
-    ):
+    with pytest.raises(ValueError, match=r"the data have ndarray of shape \(3, 128\): set data\.text=txt"):
         opened.read([ROWS[0]])
 
 
@@ -175,9 +168,7 @@ def test_missing_and_unfinished_stores_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing does not exist: check the path"):
         store.Store(tmp_path / "nothing")
     columns.start(tmp_path, IDENTITY, store.KIND)
-    with pytest.raises(
-        ValueError, match=r"is unfinished: continue with\n  python -m diffusion_jax"
-    ):
+    with pytest.raises(ValueError, match=r"is unfinished: continue with\n  python -m diffusion_jax"):
         store.Store(tmp_path)
 
 
@@ -193,9 +184,7 @@ def test_a_truncated_or_missing_chunk_is_an_error_at_opening(tmp_path):
     chunk = chunks(make(tmp_path))[0]
     whole = chunk.read_bytes()
     chunk.write_bytes(whole[:-1])
-    with pytest.raises(
-        ValueError, match=f"has {len(whole) - 1} of {len(whole)} bytes: create it a"
-    ):
+    with pytest.raises(ValueError, match=f"has {len(whole) - 1} of {len(whole)} bytes: create it a"):
         store.Store(tmp_path)
     chunk.unlink()
     with pytest.raises(FileNotFoundError, match=r"\w+.safetensors is missing: create it again"):
@@ -210,9 +199,7 @@ def test_a_changed_byte_is_an_error_when_it_is_read(tmp_path, format):
     chunk.write_bytes(contents)
     opened = store.Store(tmp_path)
     opened.read(TEXTS[:1])
-    with pytest.raises(
-        ValueError, match=r"of '' in .* are damaged: compute .* again with\n.*--ver"
-    ):
+    with pytest.raises(ValueError, match=r"of '' in .* are damaged: compute .* again with\n.*--ver"):
         opened.read(TEXTS[1:2])
     assert fill(tmp_path, TEXTS, format)[1] == []
     assert fill(tmp_path, TEXTS, format, verify=True)[1] == [0, 1]
@@ -248,10 +235,7 @@ def test_a_truncated_index_is_an_error_at_opening(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"weights": "9"},
-            r"settings \(weights: '1a' stored, '9' requested\): set the text g",
-        ),
+        ({"weights": "9"}, r"settings \(weights: '1a' stored, '9' requested\): set the text g"),
         ({"format": "float32"}, r"\(format: 'int8' stored, 'float32' requested\): .* --format"),
     ],
 )
@@ -270,9 +254,6 @@ def test_fingerprints_depend_on_weights_and_token_limits():
     assert store.fingerprint(with_weights(array.copy())) == same
     for other in (array + 1, array.reshape(100, 10), array.astype(np.float32)):
         fingerprint = store.fingerprint(with_weights(other))
-        assert (
-            fingerprint["weights"] != same["weights"]
-            and fingerprint["tokenizer"] == same["tokenizer"]
-        )
+        assert fingerprint["weights"] != same["weights"] and fingerprint["tokenizer"] == same["tokenizer"]
     longer = store.fingerprint(hashed.encoder(32, 9))
     assert longer["tokenizer"] != same["tokenizer"]

@@ -57,8 +57,16 @@ class Captions(Records):
 
 
 def test_prompts_are_short_captions_with_frequent_words():
-    texts = ["red star, stars", "star, stars", "star, stars", "arrow, arrows", "arrow, arrows",
-             "baggage check in, aiga", "", "→"]  # fmt: skip
+    texts = [
+        "red star, stars",
+        "star, stars",
+        "star, stars",
+        "arrow, arrows",
+        "arrow, arrows",
+        "baggage check in, aiga",
+        "",
+        "→",
+    ]
     # The rarest words of captions: "star" occurs 3 times, "arrow" 2, "red" and "aiga" once.
     expected = ("star, stars", "arrow, arrows", "baggage check in, aiga", "red star, stars")
     assert changes.prompts(Captions(texts)) == expected
@@ -96,9 +104,7 @@ def test_without_captions_there_is_no_text_dropout_and_no_guidance(folder, tmp_p
         ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 512)),
     ],
 )
-def test_the_folder_of_text_weights_determines_the_text_encoder(
-    folder, tmp_path, encoder_config, group
-):
+def test_the_folder_of_text_weights_determines_the_text_encoder(folder, tmp_path, encoder_config, group):
     (tmp_path / "config.json").write_text(json.dumps(encoder_config))
     text = config(folder, str(tmp_path))["text"]
     assert tuple(text[k] for k in ("encoder", "width", "max_tokens", "read_tokens")) == group
@@ -135,9 +141,7 @@ class Numbered(Records):
         raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("count", "least", "most"), [(5, 0, 0), (23, 0, 0), (24, 8, 12), (64, 8, 9), (1000, 80, 120)]
-)
+@pytest.mark.parametrize(("count", "least", "most"), [(5, 0, 0), (23, 0, 0), (24, 8, 12), (64, 8, 9), (1000, 80, 120)])
 def test_a_tenth_of_the_pictures_is_held_out_and_at_least_eight(count, least, most):
     share = changes.held_out(Numbered(count))
     keys = np.arange(count, dtype=np.uint64)

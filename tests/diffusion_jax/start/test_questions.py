@@ -38,9 +38,7 @@ def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys
     assert "at least 2 times the shorter one" in capsys.readouterr().out
 
 
-def test_in_a_terminal_an_invalid_answer_is_asked_again_and_enter_selects_the_default(
-    typed, capsys
-):
+def test_in_a_terminal_an_invalid_answer_is_asked_again_and_enter_selects_the_default(typed, capsys):
     typed("lorry", "lora")
     assert questions.answer("finetune", ASK, True, "Few.") == "lora"
     assert "Type one of no, lora, full." in capsys.readouterr().out

@@ -8,9 +8,7 @@ from diffusion_jax.config.settings import Run
 from diffusion_jax.start import stages
 from diffusion_jax.start.stages import Candidate, Measured, TrainingStage, Trial
 
-SMALL, LARGE, AFTER = (
-    TrainingStage(name, gflop) for name, gflop in (("a", 1.0), ("b", 4.0), ("c", 1.0))
-)
+SMALL, LARGE, AFTER = (TrainingStage(name, gflop) for name, gflop in (("a", 1.0), ("b", 4.0), ("c", 1.0)))
 MODELS = [
     Candidate(32, 0, [SMALL]),
     Candidate(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
@@ -113,6 +111,4 @@ def test_the_speed_of_an_unmeasured_stage_follows_from_the_flops_per_second_of_a
     trial.measure(64.0, 3_600.0)
     assert [one.assumed for one in trial.assumed()] == [False, False]
     del trial._measured["sr64_3m"]
-    assert [(one.images_per_second, one.assumed) for one in trial.assumed()] == [
-        (10.0, False), (5.0, True)
-    ]  # fmt: skip
+    assert [(one.images_per_second, one.assumed) for one in trial.assumed()] == [(10.0, False), (5.0, True)]

@@ -36,9 +36,7 @@ def test_the_description_lists_files_that_are_ignored(tall):
     root = pathlib.Path(tall.data.path)
     (root / "d.png").touch()
     (root / "e.svg").touch()
-    rows = training_pictures.described(
-        training_pictures.read(tall.data._replace(uncaptioned="drop"))
-    )
+    rows = training_pictures.described(training_pictures.read(tall.data._replace(uncaptioned="drop")))
     assert [row for row in rows if row[0] in ("files", "left out")] == [
         ("files", "3 pictures, 3 texts"),
         ("left out", "1 format: e.svg"),

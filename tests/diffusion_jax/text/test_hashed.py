@@ -24,9 +24,7 @@ def test_an_id_is_the_first_four_bytes_of_the_blake2b_hash():
 
 
 def test_words_are_runs_of_letters_and_digits_in_lower_case():
-    tokens = ENCODER.tokenize(
-        ["A red_SEVEN, on gray-paper", "a red seven on gray paper", "größe 3²"]
-    )
+    tokens = ENCODER.tokenize(["A red_SEVEN, on gray-paper", "a red seven on gray paper", "größe 3²"])
     np.testing.assert_array_equal(tokens["text_ids"][0], tokens["text_ids"][1])
     assert tokens["text_mask"][2].sum() == 2
 

@@ -19,11 +19,7 @@ def test_short_embeddings_are_padded_with_0_and_long_ones_cut():
 
 def test_captions_and_embeddings_of_another_width_are_errors():
     tokenize = precomputed.encoder(width=5, max_tokens=2).tokenize
-    with pytest.raises(
-        ValueError, match=r"the data hold the caption 'a red seven': set data\.text"
-    ):
+    with pytest.raises(ValueError, match=r"the data hold the caption 'a red seven': set data\.text"):
         tokenize(["a red seven"])
-    with pytest.raises(
-        ValueError, match=r"have shape \(3, 4\), but text.width=5 expects \[tokens, 5\]"
-    ):
+    with pytest.raises(ValueError, match=r"have shape \(3, 4\), but text.width=5 expects \[tokens, 5\]"):
         tokenize([ARRAY])

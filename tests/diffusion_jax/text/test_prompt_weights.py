@@ -101,9 +101,7 @@ def test_clip_encodes_each_chunk_alone():
     ids, weights = rows(["(a:1.5) b BREAK c", "a"], length=6)
     params = written_runs.random_params(lambda key: tower.init(key, jnp.asarray(ids[0])))
     model = clip.of_tower(tower, params, TOKENIZER, 6)
-    embeddings, mask = model.encode(
-        params, prompt_weights.tokenize(TOKENIZER, 6, ["(a:1.5) b BREAK c", "a"])
-    )
+    embeddings, mask = model.encode(params, prompt_weights.tokenize(TOKENIZER, 6, ["(a:1.5) b BREAK c", "a"]))
     assert embeddings.shape == (2, 12, 8) and mask.all()
     for n in range(2):
         plain = np.asarray(model.encode(params, {"text_ids": ids[:, n]})[0])
@@ -181,14 +179,10 @@ def added(tmp_path_factory):
     (folder / "bpe_simple_vocab_16e6.txt.gz").write_bytes(merges)
     tokenizer = tokenize.clip(folder)
     ids = tokenizer.add_words(ADDED)
-    of_id = dict(
-        zip(ids, (f"{w} {n}" for w, num in ADDED.items() for n in range(num)), strict=True)
-    )
+    of_id = dict(zip(ids, (f"{w} {n}" for w, num in ADDED.items() for n in range(num)), strict=True))
 
     def read(prompt):
-        tokens = prompt_weights.tokenize(tokenizer, LENGTH, [prompt])["text_ids"].reshape(
-            -1, LENGTH
-        )
+        tokens = prompt_weights.tokenize(tokenizer, LENGTH, [prompt])["text_ids"].reshape(-1, LENGTH)
         inside = [row[1 : np.flatnonzero(row != tokenizer.end)[-1] + 1] for row in tokens]
         return [[of_id.get(int(id), "") for id in row] for row in inside]
 

@@ -31,8 +31,24 @@ def test_all_layers_match_the_saved_reference_outputs(name, parameters):
 def test_distance_buckets_match_the_paper():
     """Each direction has 8 single distances and 8 ranges. The last starts at 128 / 2^0.5."""
     buckets = t5.distance_buckets(601, 32, 128)
-    expected = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -90: 14,
-                -91: 15, -600: 15, 1: 17, 7: 23, 16: 26, 600: 31}  # fmt: skip
+    expected = {
+        0: 0,
+        -1: 1,
+        -7: 7,
+        -8: 8,
+        -11: 8,
+        -12: 9,
+        -16: 10,
+        -23: 11,
+        -32: 12,
+        -90: 14,
+        -91: 15,
+        -600: 15,
+        1: 17,
+        7: 23,
+        16: 26,
+        600: 31,
+    }
     assert {d: buckets[600 + d] for d in expected} == expected
 
 
@@ -99,9 +115,9 @@ def layer_update(folder, dtype):
     params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
     tokens = t5.tokenize.t5(folder)(["a photo of a bike"], 6)
-    embeddings, out = jax.jit(
-        lambda p, i, m: model.apply(p, i, m, method="hidden_states")
-    )(params, tokens["text_ids"], tokens["text_mask"])  # fmt: skip
+    embeddings, out = jax.jit(lambda p, i, m: model.apply(p, i, m, method="hidden_states"))(
+        params, tokens["text_ids"], tokens["text_mask"]
+    )
     rms = jnp.sqrt((embeddings**2).mean(-1, keepdims=True))
     scale = params["params"]["final_norm"]["scale"].astype(jnp.float32)
     return out - embeddings / rms * scale, float(jnp.abs(embeddings).max())
@@ -173,10 +189,7 @@ def test_a_width_or_length_that_does_not_fit_is_an_error(folder, fields, message
     [
         ({"num_layers": 24}, "num_layers is 24 in the config, but 1 in the weights"),
         ({"feed_forward_proj": "gated-gelu"}, "specifies a gated feed-forward layer, but the"),
-        (
-            {"feed_forward_proj": "rleu"},
-            "feed_forward_proj in config.json is 'rleu': supported are relu",
-        ),
+        ({"feed_forward_proj": "rleu"}, "feed_forward_proj in config.json is 'rleu': supported are relu"),
     ],
 )
 def test_a_config_with_unsupported_values_is_an_error(tmp_path, config, message):
@@ -201,7 +214,6 @@ def test_weights_of_a_clip_and_missing_files_are_errors(tmp_path):
         t5.encoder(folder, width=16, max_tokens=8)
     clip = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     with pytest.raises(
-        ValueError,
-        match=r"the model in .*clip: the weights are not a T5 encoder's: their \d+ arrays lack ",
+        ValueError, match=r"the model in .*clip: the weights are not a T5 encoder's: their \d+ arrays lack "
     ):
         t5.encoder(clip, width=16, max_tokens=8)

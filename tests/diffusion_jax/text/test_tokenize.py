@@ -168,9 +168,7 @@ def test_the_files_of_a_folder_decide_its_padding_as_in_transformers(
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_are_cleaned_as_in_open_clip_if_no_file_names_the_padding(
-    transformers_folder, clip_folder, text
-):
+def test_texts_are_cleaned_as_in_open_clip_if_no_file_names_the_padding(transformers_folder, clip_folder, text):
     mended = ids(tokenize.clip(clip_folder, open_clip=True), text)
     assert ids(tokenize.clip(transformers_folder, open_clip=True), text) == mended
     name_padding(transformers_folder, NAMED["the end token"])

@@ -57,10 +57,17 @@ def test_minilm_finds_emoji_words_of_similar_meaning(monkeypatch):
     monkeypatch.undo()
     words = vocabulary.read(pathlib.Path(__file__).parents[3] / "models" / "emoji32")
     expected = {
-        "kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor",
-        "bunny": "rabbit face", "sofa": "chair", "policeman": "police officer", "moth": "butterfly",
-        "turquoise": "blue", "pengin": "penguin",
-    }  # fmt: skip
+        "kitty": "cat",
+        "automobile": "car",
+        "lorry": "truck",
+        "physician": "doctor",
+        "bunny": "rabbit face",
+        "sofa": "chair",
+        "policeman": "police officer",
+        "moth": "butterfly",
+        "turquoise": "blue",
+        "pengin": "penguin",
+    }
     new = words.unknown(" ".join(expected))
     assert {word: similar[0] for word, similar in new.items()} == expected
     assert all(len(similar) <= 3 for similar in new.values())
@@ -69,10 +76,7 @@ def test_minilm_finds_emoji_words_of_similar_meaning(monkeypatch):
 def test_vocabulary_examples_are_one_caption_for_each_first_word():
     words = vocabulary.of(CAPTIONS)
     assert words.num_captions == 3
-    assert words.examples == (
-        "a cat face, noto style, on a gray background",
-        "a fox, noto style, on a blue background",
-    )
+    assert words.examples == ("a cat face, noto style, on a gray background", "a fox, noto style, on a blue background")
     assert vocabulary.of(reversed(CAPTIONS)).examples == words.examples
     many = vocabulary.of(f"{n:04} things, of a kind" for n in range(2_500))
     assert len(many.examples) == 834  # Every third caption, so that at most 1,000 are stored.
@@ -84,9 +88,7 @@ def test_the_warning_about_unknown_words_is_one_line_per_encoder():
     words, texts = vocabulary.of(CAPTIONS), ["a foox", "a blue zebra", "a foox"]
     of_captions = "none of the 3 training captions contains 'foox' (similar: fox), 'zebra'"
     assert vocabulary.warning(words, texts, "t5") == of_captions
-    assert vocabulary.warning(words, texts, "hashed") == (
-        f"the model does not know some words: {of_captions}"
-    )
+    assert vocabulary.warning(words, texts, "hashed") == (f"the model does not know some words: {of_captions}")
     assert vocabulary.warning(words, ["a blue cat"], "hashed") == ""
     assert vocabulary.warning(None, texts, "hashed") == ""
 
@@ -109,9 +111,7 @@ def test_the_vocabulary_is_stored_in_the_workdir(tmp_path):
     assert content["captions"] == 4 and content["words"][:2] == ["a", "background"]
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{", '{"captions": 1, "words": "a", "examples": []}', '{"captions": 1}']
-)
+@pytest.mark.parametrize("content", ["[]", "{", '{"captions": 1, "words": "a", "examples": []}', '{"captions": 1}'])
 def test_a_damaged_vocabulary_is_an_error_with_its_path(tmp_path, content):
     (tmp_path / vocabulary.FILE).write_text(content)
     with pytest.raises(ValueError, match=r"vocabulary\.json is not a vocabulary .*delete the file"):
@@ -156,9 +156,7 @@ def test_training_stores_the_words_of_evenly_spaced_captions(tmp_path, monkeypat
 
 
 def test_the_vocabulary_includes_all_captions_of_a_picture(tmp_path):
-    train_command.keep_vocabulary(
-        tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0]
-    )
+    train_command.keep_vocabulary(tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0])
     stored = vocabulary.read(tmp_path)
     assert stored and stored.words == {"one", "two", "three"} and stored.num_captions == 3
 
@@ -170,9 +168,8 @@ def test_a_run_that_starts_from_a_run_knows_its_words_and_the_new_ones(tmp_path,
     train_command.keep_vocabulary(tmp_path, inputs(["a zorb", "a cat"])[0], origin.format(tmp_path))
     stored = vocabulary.read(tmp_path)
     assert stored == vocabulary.Vocabulary(
-        4, frozenset({"a", "fox", "cat", "noto", "style", "zorb"}),
-        ("a cat", "a zorb", "a cat, noto style", "a fox"),
-    )  # fmt: skip
+        4, frozenset({"a", "fox", "cat", "noto", "style", "zorb"}), ("a cat", "a zorb", "a cat, noto style", "a fox")
+    )
     assert vocabulary.warning(stored, ["a zorb and a fox, noto style"], "hashed") == ""
 
 

@@ -32,9 +32,7 @@ def check(process, folder, out):
     second = jax.process_index() == 1
     errors = [
         error(train_command.check_configs, config(prompts=("x" * 700 + "ab"[second],))),
-        error(
-            train_command.check_configs, config(data=config()["data"] | {"path": f"here{second}"})
-        ),
+        error(train_command.check_configs, config(data=config()["data"] | {"path": f"here{second}"})),
         error(train_command.check_data, data("fewer" if second else "all")),
         error(train_command.check_data, data("renamed" if second else "all")),
         error(train_command.check_data, data("edited" if second else "all")),
@@ -68,8 +66,7 @@ def test_all_processes_report_the_same_difference_between_them(folder, tmp_path)
     assert prompts.startswith(start) and prompts.count(start[len("prompts is ") :]) == 2
     assert prompts.endswith(" in process 1: start all processes with the same config")
     assert fewer == (
-        "the number of pictures is 4 in process 0, but 3 in process 1: give all processes the same "
-        "data (data.path)"
+        "the number of pictures is 4 in process 0, but 3 in process 1: give all processes the same data (data.path)"
     )
     assert renamed.startswith("the digest of the pictures' names is ")
     assert edited.startswith("the digest of the texts and of the files' sizes is ")

@@ -25,10 +25,7 @@ def task():
     def init(key):
         keys = jax.random.split(key)
         shapes = {"kernel": (3, 3, 3, 3), "text": (toy.WIDTH, 3)}
-        return {
-            name: 0.1 * jax.random.normal(k, shape)
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        return {name: 0.1 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     def loss(params, frozen, batch, keys):
         x0 = to_range(batch["image"])
@@ -36,9 +33,7 @@ def task():
         x = x0 + sigma[:, None, None, None] * training_noise.normal(keys, 0, *x0.shape[1:])
         layout = ("NHWC", "HWIO", "NHWC")
         text = toy.encode(frozen, batch)[0].mean(1) @ params["text"]
-        out = jax.lax.conv_general_dilated(
-            x, params["kernel"], (1, 1), "SAME", dimension_numbers=layout
-        )
+        out = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME", dimension_numbers=layout)
         each = jnp.square(out + text[:, None, None] - x0).mean((1, 2, 3))
         return each.mean(), loss_by_noise_level(each, sigma)
 
@@ -62,9 +57,12 @@ def folder(tmp_path_factory):
 def open_batches(folder, run):
     pictures = open_pictures(Data("folder", path=folder), toy.SIZE)
     return pipeline.make_batches(
-        pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
+        pictures,
+        toy.ENCODER.tokenize,
+        batch_size=run.batch_size,
+        seed=run.seed,
         buckets=aspect_buckets.sort(pictures, SHAPES),
-    )  # fmt: skip
+    )
 
 
 def train(folder, workdir, sizes=(1, 1, 1), **changes):

@@ -73,9 +73,8 @@ def test_all_gradients_of_cudnn_attention_are_marked_as_deterministic(determinis
     def step(x):
         for name in ("__cudnn$fmhaSoftmax", *2 * ["__cudnn$fmhaSoftmaxBackward"]):
             call = jax.ffi.ffi_call(
-                name, jax.ShapeDtypeStruct(x.shape, x.dtype),
-                custom_call_api_version=2, legacy_backend_config=config,
-            )  # fmt: skip
+                name, jax.ShapeDtypeStruct(x.shape, x.dtype), custom_call_api_version=2, legacy_backend_config=config
+            )
             x = jax.lax.cond(x[0] > 0, call, jnp.sin, x)  # Calls within other operations count too.
         return x
 

@@ -83,9 +83,7 @@ def test_a_state_is_restored_bit_for_bit_on_other_meshes(tmp_path):
         restored = checkpointer.restore(target, other)
         checkpointer.close()
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-        assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-            lambda x: x.sharding, target
-        )
+        assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
         assert jax.tree.map(lambda x: x.dtype, restored) == jax.tree.map(lambda x: x.dtype, state)
         assert other.state == position.state
 
@@ -217,9 +215,7 @@ def test_restoring_without_a_checkpoint_is_an_error(tmp_path, saved):
     with pytest.raises(FileNotFoundError, match=message):
         checkpointer.restore(target, Position())
     checkpointer.close()
-    with pytest.raises(
-        FileNotFoundError, match=r"no checkpoint of step 5 in .*: choose from \[10,"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*: choose from \[10,"):
         restore.load_params(saved, target.params, step=5)
 
 
@@ -289,8 +285,11 @@ def test_each_checkpoint_lists_checksums_of_all_its_files(saved):
     for step in (10, 20):
         folder = saved / str(step)
         listed = json.loads((folder / "checksums" / "0-of-1.json").read_text())
-        written = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
-                 if path.is_file() and path.parent.name != "checksums"}  # fmt: skip
+        written = {
+            path.relative_to(folder).as_posix()
+            for path in folder.rglob("*")
+            if path.is_file() and path.parent.name != "checksums"
+        }
         late = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax writes these after the list.
         assert listed.keys() == written - late and len(written) > 10
 
@@ -359,9 +358,7 @@ def test_training_resumes_from_the_newest_undamaged_checkpoint(tmp_path, caplog)
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(tmp_path):
     save(tmp_path, 10)
     name = damaged_file(tmp_path / "10")
-    with pytest.raises(
-        restore.Damaged, match=rf"all checkpoints in .* are damaged \(step 10: {name}"
-    ):
+    with pytest.raises(restore.Damaged, match=rf"all checkpoints in .* are damaged \(step 10: {name}"):
         checkpoint.Checkpointer(tmp_path, keep_last=3)
     assert restore.steps(tmp_path) == [10]
 
@@ -377,9 +374,7 @@ def test_weights_are_loaded_from_the_newest_checkpoint_with_undamaged_weights(tm
     assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, but" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, params, random_state(10).ema["0.9999"])
     assert load("raw")[1] == 20
-    message = (
-        r"20 is damaged \(ema_0.9999/_METADATA: .*choose another of \[10, 20\], or name no step"
-    )
+    message = r"20 is damaged \(ema_0.9999/_METADATA: .*choose another of \[10, 20\], or name no step"
     with pytest.raises(restore.Damaged, match=message):
         load("ema", 20)
 

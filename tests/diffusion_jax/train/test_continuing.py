@@ -49,9 +49,16 @@ def taken(monkeypatch):
 
 
 def go_on(
-    begun, workdir, task=TASK, changed=(), adds_lora=False, settings=OPTIMIZER, sizes=(1, 1, 1),
-    less_heldout=None, **changes
-):  # fmt: skip
+    begun,
+    workdir,
+    task=TASK,
+    changed=(),
+    adds_lora=False,
+    settings=OPTIMIZER,
+    sizes=(1, 1, 1),
+    less_heldout=None,
+    **changes,
+):
     """Continue `begun` at step 3 in another workdir. Return the last state and the output."""
     run, workdir = START._replace(**changes), workdir / "next"
     workdir.mkdir(exist_ok=True)
@@ -70,9 +77,7 @@ def go_on(
     return jax.device_get(state), printed
 
 
-def test_without_changes_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(
-    begun, tmp_path, taken
-):
+def test_without_changes_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(begun, tmp_path, taken):
     whole = train(tmp_path / "whole", log_every=1)
     names, taken[:] = taken[3:], []
     state, printed = go_on(begun, tmp_path)
@@ -86,9 +91,7 @@ def test_without_changes_a_continued_run_equals_an_uninterrupted_one_bit_for_bit
     }
 
 
-def test_after_doubling_the_batch_size_training_continues_with_the_next_pictures(
-    begun, tmp_path, taken
-):
+def test_after_doubling_the_batch_size_training_continues_with_the_next_pictures(begun, tmp_path, taken):
     train(tmp_path / "whole", log_every=1)
     following, taken[:] = [name for batch in taken[3:7] for name in batch], []
     go_on(begun, tmp_path, steps=5, batch_size=16, changed=["batch_size"])
@@ -110,16 +113,16 @@ def test_the_learning_rate_changes_immediately_and_adams_moments_are_kept(begun,
 def test_new_averages_start_at_the_weights_and_old_ones_are_kept_or_dropped(begun, tmp_path):
     settings = OPTIMIZER._replace(ema_decays=(0.9, 0.75), ema_widths=(0.1,))
     state, printed = go_on(begun, tmp_path, settings=settings, steps=4)
-    at_3 = restore.load_params(
-        begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "raw"
-    )
+    at_3 = restore.load_params(begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "raw")
     usual = train(tmp_path / "usual", steps=4)
     assert_equal(state.params, usual.params)
     assert_equal(state.ema["0.9"], usual.ema["0.9"])
     jax.tree.map(
         lambda e, old, new: np.testing.assert_allclose(e, 0.75 * old + 0.25 * new, atol=1e-6),
-        state.ema["0.75"], at_3, state.params,
-    )  # fmt: skip
+        state.ema["0.75"],
+        at_3,
+        state.params,
+    )
     assert printed["starts anew"].count("from the weights of step 3") == 2
     assert (printed["drops"], set(state.ema)) == ("averages 0.5", {"0.9", "0.75", "power-0.1"})
 
@@ -128,13 +131,9 @@ def test_moments_of_another_dtype_and_other_devices_are_accepted(begun, tmp_path
     settings = OPTIMIZER._replace(moment_dtype="bfloat16")
     state, _ = go_on(begun, tmp_path, settings=settings, sizes=(2, 2, 1), steps=4)
     usual = train(tmp_path / "usual", steps=4)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state[0].mu)} == {
-        jnp.dtype("bfloat16")
-    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state[0].mu)} == {jnp.dtype("bfloat16")}
     # bfloat16 has 8 bits, so a step of 1e-3 differs by up to about 1e-3 * 2^-8.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), state.params, usual.params
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), state.params, usual.params)
 
 
 def test_training_on_other_data_starts_from_its_first_sample(begun, tmp_path, taken):
@@ -147,24 +146,20 @@ def test_training_on_other_data_starts_from_its_first_sample(begun, tmp_path, ta
     assert "seed" in printed["starts anew"] and "position" not in printed["keeps"]
 
 
-def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(
-    begun, tmp_path, monkeypatch, taken
-):
+def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(begun, tmp_path, monkeypatch, taken):
     wrapped = lambda params: {"params": params}
     plain = TASK._replace(
-        init=lambda key: wrapped(toy.init(key)),
-        loss=lambda params, *rest: TASK.loss(params["params"], *rest),
+        init=lambda key: wrapped(toy.init(key)), loss=lambda params, *rest: TASK.loss(params["params"], *rest)
     )
-    base = restore.load_params(
-        begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "ema"
-    )
+    base = restore.load_params(begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "ema")
     task = lora.adapt(plain, wrapped(base), Lora(rank=2, targets="pixels"))
     state, printed = go_on(begun, tmp_path, task, adds_lora=True, steps=4)
     assert list(state.params["lora"]) == ["pixels"] and int(state.step) == 4
     assert int(state.opt_state[-1].updates) == 4 and int(state.opt_state[0].count) == 1
     assert state.opt_state[-1].learning_rate == np.float32(1e-3)  # The warm-up is over.
-    assert json.loads(checkpoint.position(
-        restore.absolute(tmp_path / "next" / runs.CHECKPOINTS / "4")))["samples"] == 32  # fmt: skip
+    assert (
+        json.loads(checkpoint.position(restore.absolute(tmp_path / "next" / runs.CHECKPOINTS / "4")))["samples"] == 32
+    )
     assert printed["starts anew"] == "the LoRA factors, their averages and the optimizer"
 
 
@@ -172,8 +167,7 @@ def test_the_averages_of_an_added_lora_warm_up_from_the_step_at_which_it_was_add
     """Without it, decays of 4/13 and 5/14 would follow instead of 1/10 and 2/11."""
     wrapped = lambda params: {"params": params}
     plain = TASK._replace(
-        init=lambda key: wrapped(toy.init(key)),
-        loss=lambda params, *rest: TASK.loss(params["params"], *rest),
+        init=lambda key: wrapped(toy.init(key)), loss=lambda params, *rest: TASK.loss(params["params"], *rest)
     )
     task = lora.adapt(plain, wrapped(toy.init(jax.random.key(1))), Lora(rank=2, targets="pixels"))
     settings = OPTIMIZER._replace(ema_decays=(0.9999,), ema_widths=(0.1,), ema_warmup=True)
@@ -206,8 +200,14 @@ def test_the_manifest_has_the_lineage_and_the_metrics_have_all_steps(begun, tmp_
 def test_replaying_steps_of_the_original_run_is_an_error(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
     with pytest.raises(ValueError, match=r"--step=3: .* has the steps 4 to 5"):
-        replay.replay(loop.RunInputs(TASK, None), START._replace(steps=5), OPTIMIZER,
-                      sharding.make_mesh(1, 1, 1), tmp_path / "next", 3)  # fmt: skip
+        replay.replay(
+            loop.RunInputs(TASK, None),
+            START._replace(steps=5),
+            OPTIMIZER,
+            sharding.make_mesh(1, 1, 1),
+            tmp_path / "next",
+            3,
+        )
 
 
 def test_a_network_of_another_shape_is_an_error_and_writes_nothing(begun, tmp_path):
@@ -242,9 +242,7 @@ def find(workdir, named, **changes):
 
 
 @pytest.mark.parametrize("form", ["{}", "{}@0", "{}:0"])
-def test_the_step_of_continue_from_is_optional_and_follows_an_at_sign_or_a_colon(
-    stored, tmp_path, form
-):
+def test_the_step_of_continue_from_is_optional_and_follows_an_at_sign_or_a_colon(stored, tmp_path, form):
     source = find(tmp_path / "b", form.format(stored))
     assert source and (source.name, source.changed) == (f"{stored}@0", {})
 
@@ -255,11 +253,20 @@ def test_without_continue_from_no_run_is_continued(tmp_path):
 
 def test_changed_settings_are_listed_with_both_values(stored, tmp_path):
     changes = {
-        "batch_size": 7, "steps": 9, "optimizer__lr": 0.5, "optimizer__schedule": "wsd",
-        "optimizer__warmup": 1, "optimizer__ema_decays": (0.5,), "optimizer__clip": 2.0,
-        "unet__dropout": 0.5, "text__drop_prob": 0.5, "data__path": "there", "data__source": "tfds",
-        "unet__dtype": "bfloat16", "mesh__fsdp": 1,
-    }  # fmt: skip
+        "batch_size": 7,
+        "steps": 9,
+        "optimizer__lr": 0.5,
+        "optimizer__schedule": "wsd",
+        "optimizer__warmup": 1,
+        "optimizer__ema_decays": (0.5,),
+        "optimizer__clip": 2.0,
+        "unet__dropout": 0.5,
+        "text__drop_prob": 0.5,
+        "data__path": "there",
+        "data__source": "tfds",
+        "unet__dtype": "bfloat16",
+        "mesh__fsdp": 1,
+    }
     source = find(tmp_path / "b", stored, **changes)
     assert source is not None
     names = {name.replace("__", ".") for name in changes}
@@ -277,9 +284,7 @@ def test_changed_settings_are_listed_with_both_values(stored, tmp_path):
         ("text__max_tokens", 9, "text.max_tokens: 8 stored, 9 requested"),
     ],
 )
-def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(
-    stored, tmp_path, field, value, message
-):
+def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(stored, tmp_path, field, value, message):
     before = config()[field.partition("__")[0]][field.rpartition("__")[2]]
     message = re.sub(": .* stored", f": {before!r} stored", message)
     with pytest.raises(ValueError) as error:
@@ -289,9 +294,7 @@ def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(
 
 
 def test_an_optimizer_of_another_kind_is_an_error_and_other_parameters_are_not(stored, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cannot change optimizer\.name from adamw to muon, whose"
-    ):
+    with pytest.raises(ValueError, match=r"cannot change optimizer\.name from adamw to muon, whose"):
         find(tmp_path / "b", stored, optimizer__name="muon")
     source = find(tmp_path / "b", stored, optimizer__name="adamw(b1=0.8)")
     assert source.changed == {"optimizer.name": ("adamw", "adamw(b1=0.8)")}
@@ -330,9 +333,7 @@ def test_a_run_that_learns_another_word_is_advised_to_start_from_its_base(stored
     (run := tmp_path / "run").mkdir()
     (run / runs.CONFIG).write_text(json.dumps(values))
     (run / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
-    with pytest.raises(
-        ValueError, match=r"from the weights alone with --config\.unet\.weights=base$"
-    ):
+    with pytest.raises(ValueError, match=r"from the weights alone with --config\.unet\.weights=base$"):
         find(tmp_path / "b", run, text__learned_tokens="<dog>=d")
 
 
@@ -399,14 +400,10 @@ def test_a_lora_that_took_the_name_of_the_run_it_continued_keeps_its_base(stored
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.1), (0.05, 0.1)])
-def test_held_out_pictures_that_earlier_steps_have_seen_are_mentioned(
-    begun, stored, tmp_path, shares
-):
+def test_held_out_pictures_that_earlier_steps_have_seen_are_mentioned(begun, stored, tmp_path, shares):
     written_runs.write(tmp_path / "a", config(data__heldout=shares[0]), read_settings, toy.init)
     assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[0]).less_heldout is None
-    assert find(tmp_path / "b", tmp_path / "a", data__heldout=0.01).less_heldout == (
-        None if shares[0] else 0.0
-    )
+    assert find(tmp_path / "b", tmp_path / "a", data__heldout=0.01).less_heldout == (None if shares[0] else 0.0)
     assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[1]).less_heldout == shares[0]
     _, printed = go_on(begun, tmp_path, steps=4, less_heldout=shares[0])
     assert printed["note"] == (

@@ -27,13 +27,29 @@ from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
 RUN = Run(
-    seed=5, steps=7, batch_size=8, log_every=100, sample_every=0, save_every=100, keep_last=2,
-    keep_every=0, step_timeout=600, prompts=(),
-)  # fmt: skip
+    seed=5,
+    steps=7,
+    batch_size=8,
+    log_every=100,
+    sample_every=0,
+    save_every=100,
+    keep_last=2,
+    keep_every=0,
+    step_timeout=600,
+    prompts=(),
+)
 OPTIMIZER = Optimizer(
-    lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
-    ema_decays=(0.5, 0.9), ema_warmup=False,
-)  # fmt: skip
+    lr=1e-3,
+    schedule="constant",
+    warmup=3,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-8,
+    weight_decay=0.01,
+    clip=1.0,
+    ema_decays=(0.5, 0.9),
+    ema_warmup=False,
+)
 CAPTIONS = tuple(digits.heldout_prompts()[:3])
 EXAMPLES = loop.Examples(toy.ENCODER.tokenize(CAPTIONS), CAPTIONS, 2.0)
 TASK = toy.task()
@@ -58,9 +74,16 @@ def test_the_default_average_of_a_short_run_follows_the_parameters(tmp_path):
 
 
 def train(
-    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, traced=range(0),
-    settings=OPTIMIZER, cpu_seconds=math.inf, **changes
-):  # fmt: skip
+    workdir,
+    task=TASK,
+    sizes=(1, 1, 1),
+    evaluation=None,
+    start=None,
+    traced=range(0),
+    settings=OPTIMIZER,
+    cpu_seconds=math.inf,
+    **changes,
+):
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -70,9 +93,7 @@ def train(
     with batches:
         inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, start)
         steps = trace.Trace(workdir / trace.FOLDER, traced)
-        state = loop.train(
-            inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps, cpu_seconds=cpu_seconds
-        )
+        state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps, cpu_seconds=cpu_seconds)
     return jax.device_get(state)
 
 
@@ -106,9 +127,7 @@ def test_the_step_and_the_nan_report_are_traced_with_the_current_mesh(tmp_path):
     assert set(seen) == {sharding.make_mesh(1, 2, 1).abstract_mesh} and len(seen) >= 2
 
 
-def test_training_continues_if_memory_does_not_suffice_for_a_nan_report(
-    tmp_path, monkeypatch, caplog
-):
+def test_training_continues_if_memory_does_not_suffice_for_a_nan_report(tmp_path, monkeypatch, caplog):
     def watch(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -134,9 +153,7 @@ def test_seven_steps_equal_three_and_four_after_resuming_bit_for_bit(tmp_path, o
 
 def test_given_start_parameters_are_used_only_at_the_first_start(tmp_path):
     start_params = jax.device_get(toy.init(jax.random.key(99)))
-    own = train(
-        tmp_path / "own", TASK._replace(init=lambda key: jax.tree.map(jnp.asarray, start_params))
-    )
+    own = train(tmp_path / "own", TASK._replace(init=lambda key: jax.tree.map(jnp.asarray, start_params)))
     state = train(tmp_path / "given", start=lambda: start_params, steps=3)
     state = train(tmp_path / "given", start=lambda: start_params)  # Resumes from its checkpoint.
     assert_equal(state, own)
@@ -205,9 +222,7 @@ def one_device(tmp_path_factory):
 
 def assert_close(actual, expected):
     """Compare states. Batch sums have another order, and Adam divides by the gradient's size."""
-    for tree, other in zip(
-        (actual.params, actual.ema["0.5"]), (expected.params, expected.ema["0.5"]), strict=True
-    ):
+    for tree, other in zip((actual.params, actual.ema["0.5"]), (expected.params, expected.ema["0.5"]), strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), tree, other)
 
 
@@ -240,9 +255,7 @@ def test_logged_metrics_are_means_since_the_previous_line(tmp_path, one_device):
     for name in ("loss", "grad_norm", "param_norm", "lr"):
         expected = [np.mean([line[name] for line in span]) for span in spans]
         np.testing.assert_allclose([line[name] for line in lines], expected, rtol=1e-5)
-    np.testing.assert_allclose(
-        [line["lr"] for line in each], 1e-3 * np.array([0.25, 0.5, 0.75, 1, 1, 1, 1]), rtol=1e-6
-    )
+    np.testing.assert_allclose([line["lr"] for line in each], 1e-3 * np.array([0.25, 0.5, 0.75, 1, 1, 1, 1]), rtol=1e-6)
     assert all(line["skipped"] == 0 and line["images_per_second"] > 0 for line in lines)
 
 
@@ -267,9 +280,7 @@ def test_the_speed_excludes_drawing_and_saving(tmp_path, monkeypatch):
         return call
 
     monkeypatch.setattr(
-        step_report,
-        "time",
-        types.SimpleNamespace(time=lambda: now[0], process_time=lambda: 2 * now[0]),
+        step_report, "time", types.SimpleNamespace(time=lambda: now[0], process_time=lambda: 2 * now[0])
     )
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
@@ -313,9 +324,7 @@ def test_sample_sheets_show_the_averaged_weights_with_fixed_seeds(tmp_path):
     draw = program.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
     images = draw(state.ema["0.9"], EXAMPLES.batch, [5, 6, 7], np.full(3, 2, np.float32))
     with Image.open(tmp_path / "samples" / names[1]) as sheet:
-        np.testing.assert_array_equal(
-            sheet, sheets.contact_sheet(sheets.to_uint8(images), CAPTIONS)
-        )
+        np.testing.assert_array_equal(sheet, sheets.contact_sheet(sheets.to_uint8(images), CAPTIONS))
 
 
 def test_pictures_that_are_not_finite_are_not_written_as_a_sheet(tmp_path, caplog):
@@ -479,9 +488,7 @@ def test_profile_steps_traces_the_requested_steps(tmp_path):
 def test_an_invalid_profile_steps_is_an_error(text):
     with pytest.raises(ValueError, match=f"--profile_steps={text}: write FIRST:END"):
         trace.parse(text)
-    assert (trace.parse("100:105"), trace.parse("7"), list(trace.parse(""))) == (
-        range(100, 105), range(7, 8), [],
-    )  # fmt: skip
+    assert (trace.parse("100:105"), trace.parse("7"), list(trace.parse(""))) == (range(100, 105), range(7, 8), [])
 
 
 def test_an_out_of_memory_error_lists_the_largest_parts_and_suggests_a_setting(tmp_path):

@@ -55,14 +55,10 @@ def pictures():
     return damaged
 
 
-def train(
-    workdir, pictures, sizes=(1, 1, 1), micro_batch=0, start=None, max_skipped=100, **changes
-):  # fmt: skip
+def train(workdir, pictures, sizes=(1, 1, 1), micro_batch=0, start=None, max_skipped=100, **changes):
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
-    batches = pipeline.make_batches(
-        pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
-    )
+    batches = pipeline.make_batches(pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed)
     with batches:
         inputs = loop.RunInputs(toy.task(), batches, start=start)
         optimizer = OPTIMIZER._replace(micro_batch=micro_batch, max_skipped=max_skipped)
@@ -72,9 +68,7 @@ def train(
 
 
 @pytest.mark.parametrize(("sizes", "micro_batch"), [((1, 1, 1), 4), ((2, 2, 1), 1)])
-def test_the_report_names_a_damaged_record_and_its_noise_level(
-    tmp_path, pictures, sizes, micro_batch, caplog
-):
+def test_the_report_names_a_damaged_record_and_its_noise_level(tmp_path, pictures, sizes, micro_batch, caplog):
     """The step has two micro batches."""
     with caplog.at_level(logging.WARNING):
         state, report = train(tmp_path, pictures, sizes, micro_batch, steps=STEP + 1)
@@ -83,15 +77,13 @@ def test_the_report_names_a_damaged_record_and_its_noise_level(
     sigma = np.exp(1.2 * training_noise.normal(keys, training_noise.SIGMA, 1) - 1.2)[ROW, 0]
     (sample,) = report["samples"]
     assert sample == {
-        "row": ROW, "name": f"photos/{pictures.damaged}.png", "loss": None,
+        "row": ROW,
+        "name": f"photos/{pictures.damaged}.png",
+        "loss": None,
         "sigma": pytest.approx(float(sigma), rel=1e-5),
-    }  # fmt: skip
+    }
     assert report["inputs"] == ["batch/image"] and report["again_not_finite"]
-    assert (report["step"], report["parameters_of_step"], report["num_samples"]) == (
-        STEP,
-        STEP + 1,
-        1,
-    )
+    assert (report["step"], report["parameters_of_step"], report["num_samples"]) == (STEP, STEP + 1, 1)
     assert f"photos/{pictures.damaged}.png at sigma {sigma:.4g}" in caplog.text
 
 
@@ -130,9 +122,7 @@ class Divide(nn.Module):
         return jnp.sqrt(jnp.abs(x))  # Finite at 0, but its gradient is infinite.
 
 
-@pytest.mark.parametrize(
-    ("bad", "module"), [("forwards", "Net/second"), ("backwards", "gradient of Net/second")]
-)
+@pytest.mark.parametrize(("bad", "module"), [("forwards", "Net/second"), ("backwards", "gradient of Net/second")])
 def test_the_report_names_the_first_module_that_is_not_finite(bad, module):
     net = Net(bad)
     x = jnp.array([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
@@ -216,10 +206,17 @@ def test_train_names_the_file_of_an_embedding_that_overflows(tmp_path):
         text[2, 7] = 3e38 if i == 13 else 1.0
         np.save(tmp_path / f"photo_{i:02}.npy", text)
     ended = commands.run(
-        "train", *TINY, "--config.steps=3", "--config.text.encoder=t5", "--config.data.text=npy",
-        "--config.data.source=folder", f"--config.data.path={tmp_path}", "--config.prompts=()",
-        f"--workdir={tmp_path / 'run'}", devices=2,
-    )  # fmt: skip
+        "train",
+        *TINY,
+        "--config.steps=3",
+        "--config.text.encoder=t5",
+        "--config.data.text=npy",
+        "--config.data.source=folder",
+        f"--config.data.path={tmp_path}",
+        "--config.prompts=()",
+        f"--workdir={tmp_path / 'run'}",
+        devices=2,
+    )
     assert ended.code == 0, ended.err
     report = json.loads((tmp_path / "run" / not_finite.REPORT).read_text())
     assert [sample["name"] for sample in report["samples"]] == ["photo_13.png"]

@@ -36,9 +36,7 @@ def test_wsd_is_constant_and_decays_over_the_last_fifth_as_1_minus_sqrt():
     schedule = optimizer.SCHEDULES["wsd"](Optimizer(lr=0.8, warmup=3), 20)
     actual = [float(schedule(step)) for step in (0, 3, 15, 16, 17, 20, 30)]
     np.testing.assert_allclose(actual, [0.2, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0], rtol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"wsd schedule of 10 steps falls from step 8, .* of 8 steps"
-    ):
+    with pytest.raises(ValueError, match=r"wsd schedule of 10 steps falls from step 8, .* of 8 steps"):
         optimizer.warmup_stable_decay(lr=0.1, warmup=8, steps=10)
 
 
@@ -144,12 +142,14 @@ def test_the_number_of_passes_follows_from_batch_size_and_mesh():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"micro_batch": 24},
-         "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
-         "768: the nearest valid sizes are 3840 and 4608, and optimizer.micro_batch may be a "
-         "divisor of 128"),
+        (
+            {"micro_batch": 24},
+            "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
+            "768: the nearest valid sizes are 3840 and 4608, and optimizer.micro_batch may be a "
+            "divisor of 128",
+        )
     ],
-)  # fmt: skip
+)
 def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error(values, message):
     mesh = AbstractMesh((4, 8, 1), sharding.AXES)
     with pytest.raises(ValueError) as error:
@@ -172,10 +172,17 @@ def muon_direction(gradient, rms):
 def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
     rng = np.random.default_rng(0)
     shapes = {
-        "dense/kernel": (12, 6), "conv/kernel": (3, 3, 4, 8), "conv/bias": (8,), "norm/scale": (8,),
-        "init_conv/kernel": (3, 3, 3, 4), "out_conv/kernel": (4, 3), "table/embedding": (5, 4),
-        "params/out/kernel": (4, 3), "params/attn/out/kernel": (6, 12), "lora/mlp/down": (8, 2),
-    }  # fmt: skip
+        "dense/kernel": (12, 6),
+        "conv/kernel": (3, 3, 4, 8),
+        "conv/bias": (8,),
+        "norm/scale": (8,),
+        "init_conv/kernel": (3, 3, 3, 4),
+        "out_conv/kernel": (4, 3),
+        "table/embedding": (5, 4),
+        "params/out/kernel": (4, 3),
+        "params/attn/out/kernel": (6, 12),
+        "lora/mlp/down": (8, 2),
+    }
     orthogonal = ("dense/kernel", "conv/kernel", "params/attn/out/kernel", "lora/mlp/down")
     gradient = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     gradient = {tuple(name.split("/")): x for name, x in gradient.items()}
@@ -210,9 +217,7 @@ def test_lion_and_adafactor_are_those_of_optax_with_our_weight_decay():
             updates, state = tx.update(gradient, state, tree)
             expected, expected_state = direction.update(gradient, expected_state, tree)
             expected = jax.tree.map(lambda u, p: -0.1 * (u + 0.2 * p), expected, tree)
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected
-            )
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
 
 
 @pytest.mark.parametrize("name", sorted(optimizer.OPTIMIZERS))

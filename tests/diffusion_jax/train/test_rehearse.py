@@ -36,9 +36,17 @@ def compiled(caplog):
 
 
 def report_of(
-    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
-    device_memory=None, ignore_memory=False, source=None,
-):  # fmt: skip
+    workdir,
+    task=TASK,
+    sizes=(1, 1, 1),
+    evaluation=None,
+    run=RUN,
+    settings=OPTIMIZER,
+    records=None,
+    device_memory=None,
+    ignore_memory=False,
+    source=None,
+):
     """Rehearse a run, and return the lines of its report by name."""
     batches = pipeline.make_batches(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
@@ -48,9 +56,15 @@ def report_of(
         before = batches.get_state()
         inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, records=records)
         text = rehearse(
-            inputs, run, settings, mesh, workdir, device_memory=device_memory,
-            ignore_memory=ignore_memory, source=source,
-        )  # fmt: skip
+            inputs,
+            run,
+            settings,
+            mesh,
+            workdir,
+            device_memory=device_memory,
+            ignore_memory=ignore_memory,
+            source=source,
+        )
         assert batches.get_state() == before  # The rehearsal takes no sample from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
@@ -81,13 +95,9 @@ def test_the_report_states_the_optimizers_share_of_the_arithmetic(tmp_path):
     # Five iterations for X [m, n] with m > n: A = X'X, A A, and X times a polynomial of A.
     sides = [sorted((np.prod(shape[:-1]), shape[-1])) for shape in shapes]
     update = sum(5 * 2 * (2 * n * n * m + n**3) for n, m in sides) / 1e12
-    shown = re.fullmatch(
-        r"(.*) TFLOP a step, of which the optimizer takes (.*)", lines["arithmetic"]
-    )
+    shown = re.fullmatch(r"(.*) TFLOP a step, of which the optimizer takes (.*)", lines["arithmetic"])
     assert shown
-    np.testing.assert_allclose(
-        [float(x) for x in shown.groups()], [passes + update, update], rtol=5e-3
-    )
+    np.testing.assert_allclose([float(x) for x in shown.groups()], [passes + update, update], rtol=5e-3)
 
 
 def test_a_rehearsal_reads_some_pictures_and_counts_unusable_ones():
@@ -173,41 +183,47 @@ LONG = Optimizer(lr=1e-3, warmup=10, ema_decays=(0.99, 0.9999), ema_warmup=False
 @pytest.mark.parametrize(
     "steps, changes, visible, warning",
     [
-        (500, {}, "0.117 passes over the pictures; the learning rate rises to 100% of "
-         "optimizer.lr=0.001; pictures are drawn with averaged weights (optimizer.ema_decays="
-         "0.9999), which at the end consist of 4.9% training and 95.1% initial weights",
-         "at the last step, 95 % of the average that pictures are drawn with are the initial "
-         "weights, because its decay rate is 0.9999: set optimizer.ema_warmup=True"),
+        (
+            500,
+            {},
+            "0.117 passes over the pictures; the learning rate rises to 100% of "
+            "optimizer.lr=0.001; pictures are drawn with averaged weights (optimizer.ema_decays="
+            "0.9999), which at the end consist of 4.9% training and 95.1% initial weights",
+            "at the last step, 95 % of the average that pictures are drawn with are the initial "
+            "weights, because its decay rate is 0.9999: set optimizer.ema_warmup=True",
+        ),
         (500, {"ema_warmup": True}, "consist of 100.0% training and 0.0% initial weights", ""),
-        (500, {"ema_decays": ()}, "0.117 passes over the pictures; the learning rate rises to 100% "
-         "of optimizer.lr=0.001", ""),
+        (
+            500,
+            {"ema_decays": ()},
+            "0.117 passes over the pictures; the learning rate rises to 100% of optimizer.lr=0.001",
+            "",
+        ),
         (50_000, {}, "consist of 99.3% training and 0.7% initial weights", ""),
-        (499, {"warmup": 9999, "ema_warmup": True}, "the learning rate rises to 5% of optimizer.lr",
-         "the learning rate reaches only 5 % of optimizer.lr, because optimizer.warmup is 9999, "
-         "but the run has 499 steps: lower optimizer.warmup"),
+        (
+            499,
+            {"warmup": 9999, "ema_warmup": True},
+            "the learning rate rises to 5% of optimizer.lr",
+            "the learning rate reaches only 5 % of optimizer.lr, because optimizer.warmup is 9999, "
+            "but the run has 499 steps: lower optimizer.warmup",
+        ),
     ],
-)  # fmt: skip
-def test_the_report_says_what_the_averaged_pictures_will_show(
-    tmp_path, caplog, steps, changes, visible, warning
-):
+)
+def test_the_report_says_what_the_averaged_pictures_will_show(tmp_path, caplog, steps, changes, visible, warning):
     lines = report_of(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
     assert visible in lines["learning"]
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_the_averages_of_an_added_lora_are_counted_from_the_step_at_which_it_was_added(
-    tmp_path, begun
-):
+def test_the_averages_of_an_added_lora_are_counted_from_the_step_at_which_it_was_added(tmp_path, begun):
     """Each average has 500 of the 49,500 steps, whether the run or only its source exists."""
     source = continuing.ContinuedRun(str(tmp_path / "other"), 49_000, {}, adds_lora=True)
     source.folder.mkdir(parents=True)
     runs.claim(source.run, quickstart.get_config().to_dict())
     if begun:
         run_log.begin_from(tmp_path, source.run, source.step, "", source.averages_from)
-    lines = report_of(
-        tmp_path, run=RUN._replace(steps=49_500), settings=LONG, source=None if begun else source
-    )
+    lines = report_of(tmp_path, run=RUN._replace(steps=49_500), settings=LONG, source=None if begun else source)
     assert lines["learning"].endswith("consist of 4.9% training and 95.1% initial weights")
 
 
@@ -215,9 +231,7 @@ def test_the_averages_of_an_added_lora_are_counted_from_the_step_at_which_it_was
     "schedule, before, after",
     [("cosine", "0", "50"), ("wsd", "0", "100"), ("constant", "", ""), ("inverse_sqrt", "", "")],
 )
-def test_a_rehearsal_warns_if_the_learning_rate_jumps_when_a_run_is_extended(
-    tmp_path, caplog, schedule, before, after
-):
+def test_a_rehearsal_warns_if_the_learning_rate_jumps_when_a_run_is_extended(tmp_path, caplog, schedule, before, after):
     settings = OPTIMIZER._replace(schedule=schedule, warmup=0)
     steps = 10
     train(tmp_path, steps=steps)
@@ -285,9 +299,7 @@ def test_the_flag_device_memory_overrides_the_memory_of_local_devices(tmp_path, 
         (8.5e6, "set optimizer.micro_batch=256, or set unet.remat=True"),
     ],
 )
-def test_a_step_that_needs_much_more_memory_than_available_is_an_error(
-    tmp_path, device_memory, advice
-):
+def test_a_step_that_needs_much_more_memory_than_available_is_an_error(tmp_path, device_memory, advice):
     message = f"a training step needs about .* GB: {advice}, or try with --ignore_memory"
     with pytest.raises(ValueError, match=message):
         report_of(tmp_path, run=RUN._replace(batch_size=1024), device_memory=device_memory)

@@ -26,9 +26,8 @@ MESH = (1, 2, 1)
 
 def opened(pictures=None):
     return pipeline.make_batches(
-        pictures or digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=RUN.batch_size,
-        seed=RUN.seed, flip=True,
-    )  # fmt: skip
+        pictures or digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=RUN.batch_size, seed=RUN.seed, flip=True
+    )
 
 
 def replayed(workdir, step, pictures=None):
@@ -44,9 +43,7 @@ def workdir(tmp_path_factory):
     for steps in (7, 9):
         with opened() as batches:
             run = RUN._replace(steps=steps)
-            loop.train(
-                loop.RunInputs(TASK, batches), run, OPTIMIZER, mesh, folder, {"steps": steps}
-            )
+            loop.train(loop.RunInputs(TASK, batches), run, OPTIMIZER, mesh, folder, {"steps": steps})
     return folder
 
 
@@ -58,18 +55,15 @@ def fifth(workdir):
 def test_windows_span_the_steps_that_each_logged_line_averages(workdir, tmp_path):
     spans = [(window.first, window.last) for window in replay.windows(workdir)]
     assert spans == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9)]
-    (tmp_path / run_log.METRICS).write_text(
-        "".join(run_log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8))
-    )
+    (tmp_path / run_log.METRICS).write_text("".join(run_log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8)))
     for first_step in (0, 6, 5, 7):  # The restart from step 5 removed later lines.
         run_log.write_manifest(tmp_path, {}, 0, first_step)
     assert [window[:2] for window in replay.windows(tmp_path)] == [(0, 4), (7, 8)]
 
 
 @pytest.mark.parametrize(
-    ("step", "checkpoint", "lines"), [(1, None, [(0, 2)]), (4, None, [(0, 2), (2, 4)]),
-                                      (8, 7, [(7, 8)])],
-)  # fmt: skip
+    ("step", "checkpoint", "lines"), [(1, None, [(0, 2)]), (4, None, [(0, 2), (2, 4)]), (8, 7, [(7, 8)])]
+)
 def test_replayed_metrics_equal_the_log_bit_for_bit(workdir, step, checkpoint, lines):
     result = replayed(workdir, step)
     assert result.checkpoint == checkpoint

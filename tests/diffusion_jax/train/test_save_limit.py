@@ -44,18 +44,25 @@ def fail(error, checkpointer):
 @pytest.mark.parametrize(
     ("before_second", "message"),
     [
-        (hang, "the checkpoint of step 2 under RUN was not written within 0 s (is there enough "
-               "memory, and does the disk answer?), so this process ends. The newest complete "
-               "checkpoint is from step 1."),
-        (functools.partial(fail, OSError(24, "Too many open files")),
-         "a checkpoint under RUN could not be written: [Errno 24] Too many open files (is the "
-         "limit of FILES open files too low? raise it with ulimit -n). The newest complete "
-         "checkpoint is from step 1."),
-        (functools.partial(fail, RuntimeError("can't start new thread")),
-         "could not be written: can't start new thread (is there enough memory?). The newest "
-         "complete checkpoint is from step 1."),
+        (
+            hang,
+            "the checkpoint of step 2 under RUN was not written within 0 s (is there enough "
+            "memory, and does the disk answer?), so this process ends. The newest complete "
+            "checkpoint is from step 1.",
+        ),
+        (
+            functools.partial(fail, OSError(24, "Too many open files")),
+            "a checkpoint under RUN could not be written: [Errno 24] Too many open files (is the "
+            "limit of FILES open files too low? raise it with ulimit -n). The newest complete "
+            "checkpoint is from step 1.",
+        ),
+        (
+            functools.partial(fail, RuntimeError("can't start new thread")),
+            "could not be written: can't start new thread (is there enough memory?). The newest "
+            "complete checkpoint is from step 1.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_hanging_or_failing_save_is_a_one_line_error(tmp_path, before_second, message):
     process = commands.fork(save_twice, tmp_path, before_second)
     process.join()

@@ -19,11 +19,7 @@ from tests.diffusion_jax import training_noise
 
 KEY = jax.random.key(7)
 DECAYS = (0.5, 0.9, 0.9999)
-RULES = [
-    (r"conv\d/kernel", P(None, None, "fsdp", "tensor")),
-    (r"out/kernel", sharding.FSDP),
-    (r"", P()),
-]
+RULES = [(r"conv\d/kernel", P(None, None, "fsdp", "tensor")), (r"out/kernel", sharding.FSDP), (r"", P())]
 
 
 def make_tx(lr=0.05, warmup=1):
@@ -41,18 +37,14 @@ def line_loss(params, frozen, batch, key):
 def line_problem(seed=0, batch=8):
     rng = np.random.default_rng(seed)
     params = {"w": rng.normal(size=5), "b": rng.normal(size=())}
-    batches = [
-        {"x": rng.normal(size=(batch, 5)), "y": 3 * rng.normal(size=batch)} for _ in range(6)
-    ]
+    batches = [{"x": rng.normal(size=(batch, 5)), "y": 3 * rng.normal(size=batch)} for _ in range(6)]
     to_f32 = lambda tree: jax.tree.map(jnp.float32, tree)
     return to_f32(params), {"scale": jnp.float32(1.5)}, to_f32(batches)
 
 
 @functools.cache
 def line_step(passes=1, clip=1.0, decay_at=constant_decay):
-    step = make_train_step(
-        line_loss, make_tx(), DECAYS, passes=passes, clip=clip, decay_at=decay_at
-    )
+    step = make_train_step(line_loss, make_tx(), DECAYS, passes=passes, clip=clip, decay_at=decay_at)
     return jax.jit(step)
 
 
@@ -278,9 +270,7 @@ def init_conv():
     rng = np.random.default_rng(1)
     shapes = {"conv1": (3, 3, 8, 16), "conv2": (3, 3, 16, 8), "out": (8, 8)}
     draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
-    params = {
-        name: {"kernel": draw(*shape), "bias": draw(shape[-1])} for name, shape in shapes.items()
-    }
+    params = {name: {"kernel": draw(*shape), "bias": draw(shape[-1])} for name, shape in shapes.items()}
     return init_state(params, make_tx(lr=1e-2), [0.9])
 
 
@@ -320,12 +310,10 @@ def test_a_profile_names_the_gradient_the_update_and_the_averages():
     assert {"update", "averages"} <= first and any("transpose(jvp" in name for name in names)
 
 
-@pytest.mark.parametrize(("platform", "devices", "constrained"), [
-    ("gpu", 1, True), ("gpu", 8, False), ("cpu", 1, False), ("tpu", 1, False),
-])  # fmt: skip
-def test_gradients_keep_the_layout_of_the_parameters_on_one_gpu_only(
-    platform, devices, constrained, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("platform", "devices", "constrained"), [("gpu", 1, True), ("gpu", 8, False), ("cpu", 1, False), ("tpu", 1, False)]
+)
+def test_gradients_keep_the_layout_of_the_parameters_on_one_gpu_only(platform, devices, constrained, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     mesh = sharding.make_mesh(1, devices, 1, jax.devices()[:devices])
     laid_out = sharding.ambient(mesh, train_state._laid_out)

@@ -17,9 +17,19 @@ def app():
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1:80@evil", "[::1]evil.com", "127.0.0.1]", "[127.0.0.1", "127.0.0.1:8765:1", "",
-     "127.0.0.1 evil", "127.0.0.1/evil", "evil", "127.0.0.1:x"],
-)  # fmt: skip
+    [
+        "127.0.0.1:80@evil",
+        "[::1]evil.com",
+        "127.0.0.1]",
+        "[127.0.0.1",
+        "127.0.0.1:8765:1",
+        "",
+        "127.0.0.1 evil",
+        "127.0.0.1/evil",
+        "evil",
+        "127.0.0.1:x",
+    ],
+)
 def test_malformed_and_unknown_hosts_are_errors(app, host):
     status, headers, content = ask(app, "/", host=host)
     assert status == 421 and repr(host) in json.loads(content)["error"]
@@ -33,16 +43,19 @@ def test_requests_with_the_pages_own_host_are_allowed(app, host):
 
 @pytest.mark.parametrize(
     ("origin", "status"),
-    [("http://127.0.0.1:8765", 200), ("http://127.0.0.1:9", 403), ("null", 403), ("", 403),
-     ("https://evil.example", 403)],
-)  # fmt: skip
+    [
+        ("http://127.0.0.1:8765", 200),
+        ("http://127.0.0.1:9", 403),
+        ("null", 403),
+        ("", 403),
+        ("https://evil.example", 403),
+    ],
+)
 def test_requests_from_another_origin_are_errors(app, origin, status):
     assert post(app, [a_picture()], headers=(JSON, ("origin", origin)))[0] == status
 
 
-@pytest.mark.parametrize(
-    ("path", "status"), [("/none", 404), ("/api/draw", 405), ("/api/jobs/none", 404), ("/", 200)]
-)
+@pytest.mark.parametrize(("path", "status"), [("/none", 404), ("/api/draw", 405), ("/api/jobs/none", 404), ("/", 200)])
 def test_every_response_has_the_security_headers(app, path, status):
     got, headers, _ = ask(app, path)
     assert got == status

@@ -69,13 +69,9 @@ def test_a_browser_shows_the_plots_of_a_sweep_its_points_and_their_pictures(run,
         f"step 2, ema, guidance {g}: FID {fid} ({low} to {high})"
         for g, fid, low, high in ((1, 20, 19, 21), (2, 12, 11, 13), (4, 15.5, 14.5, 16.5))
     ]
-    ends = lambda name: figure.locator(".dot").evaluate_all(
-        f"all => all.map(e => +e.getAttribute('{name}'))"
-    )
+    ends = lambda name: figure.locator(".dot").evaluate_all(f"all => all.map(e => +e.getAttribute('{name}'))")
     (a, b, c), (d, e, f) = ends("cx"), ends("cy")
-    assert (b - a) / (c - a) == pytest.approx(0.04 / 0.06) and (f - d) / (e - d) == pytest.approx(
-        4.5 / 8
-    )
+    assert (b - a) / (c - a) == pytest.approx(0.04 / 0.06) and (f - d) / (e - d) == pytest.approx(4.5 / 8)
     assert figure.locator("g:not(.axis) > text").all_text_contents() == ["1", "2", "4"]
     page.get_by_role("button", name="2", exact=True).click()
     assert page.locator("#point h2").inner_text() == "a_run, step 2, ema, guidance 2"
@@ -104,10 +100,7 @@ def test_a_browser_shows_the_training_curves(run, show):
 def test_legends_name_the_differing_settings_and_the_reference_band(tmp_path, show):
     run = written_sweeps.write_run(tmp_path / "run", (2, 7))
     page = show(frozen.page([run], [rcp.read_band()]))
-    legends = [
-        figure.locator(".legend li").all_inner_texts()
-        for figure in page.locator(".figures figure").all()
-    ]
+    legends = [figure.locator(".legend li").all_inner_texts() for figure in page.locator(".figures figure").all()]
     assert legends == [["step 2", "step 7", "MLPerf reference runs"], *[["step 2", "step 7"]] * 2]
     assert page.locator("svg .band").count() == 2  # One in the plot, one in the legend.
     page.select_option("#sweep-y", "CLIP score")
@@ -120,26 +113,22 @@ def test_a_sweep_over_settings_has_a_column_for_each_axis(tmp_path, show):
     folder.mkdir(parents=True)
     rows = [
         {"guidance": 2.0, "checkpoint": step, "ema": "raw", "sampler.steps": steps, "fid": 9.0}
-        for step in (2, 4) for steps in ("10", "20")
-    ]  # fmt: skip
+        for step in (2, 4)
+        for steps in ("10", "20")
+    ]
     sweep.write_table(folder / sweep.TABLE, rows)
     for n, row in enumerate(rows):
         pixel = np.full((1, 1, 3), n, np.uint8)
         sheets.write_png(folder / sweep.sheet_name(row, several=True), pixel)
     (one,) = results.sweeps([("a", one) for one in sweep.read_all(tmp_path)], str)["sweeps"]
-    pictures = {
-        point["label"]: np.asarray(Image.open(point["sheet"]))[0, 0, 0] for point in one["points"]
-    }
-    assert pictures == {f"step {s}, raw, steps {n}": i
-                    for i, (s, n) in enumerate([(2, 10), (2, 20), (4, 10), (4, 20)])}  # fmt: skip
+    pictures = {point["label"]: np.asarray(Image.open(point["sheet"]))[0, 0, 0] for point in one["points"]}
+    assert pictures == {f"step {s}, raw, steps {n}": i for i, (s, n) in enumerate([(2, 10), (2, 20), (4, 10), (4, 20)])}
     page = show(frozen.page([tmp_path]))
     head = page.locator("#tables thead th").all_inner_texts()
     assert head == ["guidance", "checkpoint", "average", "steps", "FID"]
     last = page.locator("#tables tbody tr").last.locator("th, td").all_inner_texts()
     assert last == ["2", "4", "raw", "20", "9"]
-    assert page.locator(".legend li").all_inner_texts() == [
-        f"step {s}, steps {n}" for s in (2, 4) for n in (10, 20)
-    ]
+    assert page.locator(".legend li").all_inner_texts() == [f"step {s}, steps {n}" for s in (2, 4) for n in (10, 20)]
 
 
 def test_scores_of_seen_and_held_out_prompts_share_plots(tmp_path, show):
@@ -169,27 +158,33 @@ def test_the_page_lists_scores_that_cannot_be_compared(tmp_path, show):
 
 def test_a_browser_shows_how_each_start_used_its_time_and_which_run_it_continues(tmp_path, show):
     entries = [
-        {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
-         "seconds": {"compiling": 20.0, "saving": 10.0}},
-        {"start": "2026-01-01T01:01:30+00:00", "first_step": 10, "config": {"batch_size": 8},
-         "seconds": {"compiling": 20.0, "repeated": 30.0}},
-    ]  # fmt: skip
+        {
+            "start": "2026-01-01T00:00:00+00:00",
+            "first_step": 0,
+            "config": {"batch_size": 8},
+            "seconds": {"compiling": 20.0, "saving": 10.0},
+        },
+        {
+            "start": "2026-01-01T01:01:30+00:00",
+            "first_step": 10,
+            "config": {"batch_size": 8},
+            "seconds": {"compiling": 20.0, "repeated": 30.0},
+        },
+    ]
     lineage = {"run": "runs/a", "step": 10, "fingerprint": ""}
     manifest = json.dumps({"continued_from": lineage, "runs": entries})
     (tmp_path / run_log.MANIFEST).write_text(manifest)
-    lines = [run_log.metrics_line(step, {"loss": 1.0, "images_per_second": 2.0})
-             for step in (5, 10, 15)]  # fmt: skip
+    lines = [run_log.metrics_line(step, {"loss": 1.0, "images_per_second": 2.0}) for step in (5, 10, 15)]
     (tmp_path / run_log.METRICS).write_text("".join(lines))
     page = show(frozen.page([tmp_path]), "training")
     assert "continues runs/a@10" in page.locator("#runs").inner_text()
     rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#times tr").all()]
     assert rows == [
-        ["start (UTC)", "after step", "goodput", "steps", "compiling", "saving", "repeated",
-         "not running"],
+        ["start (UTC)", "after step", "goodput", "steps", "compiling", "saving", "repeated", "not running"],
         ["2026-01-01 00:00", "0 to 10", "57.1 %", "40.0 s", "20.0 s", "10.0 s", "", ""],
         ["2026-01-01 01:01", "10 to 15", "28.6 %", "20.0 s", "20.0 s", "", "30.0 s", "0:59:50"],
         ["total", "", "42.9 %", "0:01:00", "40.0 s", "10.0 s", "30.0 s", "0:59:50"],
-    ]  # fmt: skip
+    ]
     page.set_viewport_size({"width": 390, "height": 800})
     heights = {cell.bounding_box()["height"] for cell in page.locator("#times th, #times td").all()}
     assert len(heights) <= 2 and max(heights) < 50  # Every cell is one line; the table scrolls.
@@ -215,9 +210,7 @@ def test_of_many_sample_sheets_a_subset_from_first_to_last_is_included(tmp_path)
     assert [step for step, _ in live] == list(range(1, 41))
 
 
-def test_pictures_too_large_for_the_page_become_small_copies_that_link_to_their_files(
-    tmp_path, show, monkeypatch
-):
+def test_pictures_too_large_for_the_page_become_small_copies_that_link_to_their_files(tmp_path, show, monkeypatch):
     run = tmp_path / "a run#1"
     path = run / "samples" / "step_00000040.png"
     path.parent.mkdir(parents=True)

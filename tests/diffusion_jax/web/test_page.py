@@ -37,13 +37,10 @@ class Quick(draw_model.Model):
     """A model whose pixels equal the seed, or the input picture."""
 
     def __init__(self, *workdirs):
-        s = types.SimpleNamespace(
-            sampler=Sampler(), super_resolution=types.SimpleNamespace(aug_sigma=0.1)
-        )
+        s = types.SimpleNamespace(sampler=Sampler(), super_resolution=types.SimpleNamespace(aug_sigma=0.1))
         encoder = types.SimpleNamespace(name="hashed")
         stages = [
-            types.SimpleNamespace(workdir=str(workdir), step=0, settings=s, encoder=encoder)
-            for workdir in workdirs
+            types.SimpleNamespace(workdir=str(workdir), step=0, settings=s, encoder=encoder) for workdir in workdirs
         ]
         self.stages, self.options = tuple(stages), cascade.OPTIONS
         self.values = ({},) * len(stages)
@@ -150,8 +147,7 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     photo = io.BytesIO()
     Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")
     page.click("#edit summary")
-    page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png",
-                                      "buffer": photo.getvalue()})  # fmt: skip
+    page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png", "buffer": photo.getvalue()})
     canvas = page.locator("#canvas")
     expect(canvas).to_be_visible()
     # A square cut from the middle.
@@ -170,9 +166,7 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     assert values["strength"] == 0.5 and mask.shape == (40, 40)
     assert mask[20, 20] == 255 and mask[0, 0] == 0
     page.locator(".picture").click()
-    expect(page.locator("dialog pre")).to_contain_text(
-        "--image=image.png --mask=mask.png --strength=0.5"
-    )
+    expect(page.locator("dialog pre")).to_contain_text("--image=image.png --mask=mask.png --strength=0.5")
     page.keyboard.press("Escape")
     page.click("#remove")
     pages.draw(page, "a fox, noto style", count=1)
@@ -289,8 +283,7 @@ def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
         expect(page.locator("#strength")).to_be_visible()
         page.select_option("#use", "enlarge")
         expect(page.locator("#strength")).to_be_hidden()
-        page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png",
-                                          "buffer": photo.getvalue()})  # fmt: skip
+        page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png", "buffer": photo.getvalue()})
         expect(page.locator("#editing")).to_contain_text("shrunk to 16x16 pixels")
         pages.draw(page, PROMPTS[0], count=1)
         (png,) = pages.drawn(page)
@@ -319,10 +312,7 @@ def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
     }
     models = {name: Quick(folder) for name, folder in folders.items()}
     workdirs = {name: [str(folder)] for name, folder in folders.items()}
-    with (
-        serving(server.Site("imagen_jax", models, workdirs)) as address,
-        pages.opened(browser, address) as page,
-    ):
+    with serving(server.Site("imagen_jax", models, workdirs)) as address, pages.opened(browser, address) as page:
         page.click("#tab-training")
         rows = page.locator("#differing tbody th")
         expect(rows).to_have_text(["prompts", "steps"])
@@ -337,9 +327,7 @@ def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
 
 
 @pytest.mark.gate
-def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(
-    browser, quick, tmp_path
-):
+def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(browser, quick, tmp_path):
     new = write_run(tmp_path / "new", save_every=500)
     site = server.Site("imagen_jax", {}, {"new": [str(new)]}, lambda name: quick)
     with serving(site) as address:

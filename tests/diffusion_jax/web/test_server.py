@@ -87,11 +87,19 @@ def ask(app, path, body=None, headers=(), host="127.0.0.1:8765", cookie=""):
     path, _, query = path.partition("?")
     all_headers = [("host", host), *([("cookie", cookie)] if cookie else []), *headers]
     scope = {
-        "type": "http", "method": "GET" if body is None else "POST", "path": path, "raw_path": b"",
-        "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
-        "headers": [(k.encode(), v.encode()) for k, v in all_headers], "server": ("x", 1),
-        "client": ("x", 2), "asgi": {"spec_version": "2.4"},
-    }  # fmt: skip
+        "type": "http",
+        "method": "GET" if body is None else "POST",
+        "path": path,
+        "raw_path": b"",
+        "query_string": query.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
+        "headers": [(k.encode(), v.encode()) for k, v in all_headers],
+        "server": ("x", 1),
+        "client": ("x", 2),
+        "asgi": {"spec_version": "2.4"},
+    }
     sent = []
 
     async def receive():
@@ -129,8 +137,7 @@ def test_a_picture_is_sampled_with_previews_and_stored(site, slow):
     assert (status, headers["content-type"], png[:4]) == (200, "image/png", b"\x89PNG")
     assert slow.drawn == [(["a <b>"] * 2, [3, 5], {"steps": 4})]
     assert content["pictures"][0]["command"] == (
-        "python -m imagen_jax.sample '--workdir=runs/no run' '--prompt=a <b>' --seed=3 --steps=4 "
-        "--out=pictures"
+        "python -m imagen_jax.sample '--workdir=runs/no run' '--prompt=a <b>' --seed=3 --steps=4 --out=pictures"
     )
     _, again = post(app, [a_picture(seed=5)])  # It is already stored.
     wait_for(lambda: site.queue.jobs[again["job"]].state == "done")
@@ -154,9 +161,7 @@ def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
     assert (report["state"], report["drawn"], report["looks"]) == ("cancelled", [], {})
 
 
-def test_a_tab_learns_that_a_job_ended_even_if_it_ends_during_a_progress_report(
-    site, slow, monkeypatch
-):
+def test_a_tab_learns_that_a_job_ended_even_if_it_ends_during_a_progress_report(site, slow, monkeypatch):
     app, report = server.app(site, HOSTS), site.report
     name = post(app, [a_picture()])[1]["job"]
     job = site.queue.jobs[name]
@@ -251,19 +256,23 @@ def test_the_most_recently_requested_pictures_are_stored(site, monkeypatch):
 
 
 def test_the_command_of_a_picture_has_the_flags_of_the_page(slow):
-    slow.values = (
-        {"ema": "raw", "guide": "runs/bad one", "lora_scale": 0.5, "steps": 9, "eta": 0.25},
-    )
-    slow.stages = tuple(
-        types.SimpleNamespace(**{**vars(slow.stages[0]), "step": n}) for n in (7, 5)
-    )
+    slow.values = ({"ema": "raw", "guide": "runs/bad one", "lora_scale": 0.5, "steps": 9, "eta": 0.25},)
+    slow.stages = tuple(types.SimpleNamespace(**{**vars(slow.stages[0]), "step": n}) for n in (7, 5))
     site = server.Site("imagen_jax", {"slow": slow}, {"slow": ["a", "b"]})
     words = shlex.split(site.command(site.picture(a_picture())))
     assert words[3:] == [
-        "--workdir=a", "--workdir=b", "--prompt=a <b>", "--seed=3", "--ema=raw",
-        "--guide=runs/bad one", "--lora_scale=0.5", "--steps=4", "--eta=0.25", "--checkpoint=7,5",
+        "--workdir=a",
+        "--workdir=b",
+        "--prompt=a <b>",
+        "--seed=3",
+        "--ema=raw",
+        "--guide=runs/bad one",
+        "--lora_scale=0.5",
+        "--steps=4",
+        "--eta=0.25",
+        "--checkpoint=7,5",
         "--out=pictures",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -275,20 +284,11 @@ def test_the_command_of_a_picture_has_the_flags_of_the_page(slow):
         (a_picture(seed=2**64), "the seed is 18446744073709551616"),
         (a_picture(seed=-1), "the seed is -1"),
         (a_picture(seed="1.5"), "the seed is '1.5'"),
-        (
-            a_picture(choices={"steps": 1001}),
-            "steps is 1001: it must be at most 1,000 on this page",
-        ),
-        (
-            a_picture(choices={"steps": "many"}),
-            "steps is 'many': it must be a whole number",
-        ),
+        (a_picture(choices={"steps": 1001}), "steps is 1001: it must be at most 1,000 on this page"),
+        (a_picture(choices={"steps": "many"}), "steps is 'many': it must be a whole number"),
         (a_picture(choices={"guide": "/etc/passwd"}), "there is no option 'guide'"),
         (a_picture(choices={"text_weights": "/etc"}), "there is no option 'text_weights'"),
-        (
-            a_picture(choices={"checkpoint": float("inf")}),
-            "checkpoint is inf: it must be",
-        ),
+        (a_picture(choices={"checkpoint": float("inf")}), "checkpoint is inf: it must be"),
         ("a", "a picture must be a JSON object"),
     ],
 )
@@ -306,10 +306,18 @@ def test_a_request_has_at_least_one_picture_and_limited_sizes(site):
 
 @pytest.mark.parametrize(
     "path",
-    ["/../server.py", "/server.py", "/api/jobs/../../etc/passwd", "/api/jobs/none", "/etc/passwd",
-     "/api/shown/../../etc/passwd", "/api/shown/none.png", "/api/shown/%2Fetc%2Fpasswd.png",
-     "/page.html"],
-)  # fmt: skip
+    [
+        "/../server.py",
+        "/server.py",
+        "/api/jobs/../../etc/passwd",
+        "/api/jobs/none",
+        "/etc/passwd",
+        "/api/shown/../../etc/passwd",
+        "/api/shown/none.png",
+        "/api/shown/%2Fetc%2Fpasswd.png",
+        "/page.html",
+    ],
+)
 def test_paths_of_files_on_the_machine_are_not_found(site, path):
     assert ask(server.app(site, HOSTS), path)[0] == 404
 
@@ -391,14 +399,9 @@ def test_a_sweep_belongs_to_the_model_with_the_same_stages(swept):
     base, sr = str(swept / "base"), str(swept / "sr")
     sweeps = results.drawn_by({"base": [base], "sr": [base, sr], "other": [base, "other"]})
     sweeps = results.sweeps(sweeps, str)["sweeps"]
-    assert [(one["run"], one["name"]) for one in sweeps] == [
-        ("base", "both"), ("base", "own"), ("sr", "row")
-    ]  # fmt: skip
+    assert [(one["run"], one["name"]) for one in sweeps] == [("base", "both"), ("base", "own"), ("sr", "row")]
     points = {one["name"]: one["points"][0] for one in sweeps}
-    assert points["own"]["scores"] == {
-        "guidance": 2.0,
-        "fid": 9.0,
-    }  # Scores that are not finite are omitted.
+    assert points["own"]["scores"] == {"guidance": 2.0, "fid": 9.0}  # Scores that are not finite are omitted.
     assert points["own"]["choices"] == {"guidance": "2.0", "ema": "ema", "checkpoint": "3"}
     assert points["both"]["choices"] is points["row"]["choices"] is None
 
@@ -443,8 +446,10 @@ def test_the_name_of_a_folder_may_contain_commas(tmp_path):
 
 def test_runs_with_equal_names_get_numbers():
     assert results.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
-        "run": ["a/run"], "run_2": ["b/run"], "base + sr": ["c/base", "c/sr"]
-    }  # fmt: skip
+        "run": ["a/run"],
+        "run_2": ["b/run"],
+        "base + sr": ["c/base", "c/sr"],
+    }
 
 
 def test_the_queue_continues_after_a_model_fails(site, slow, monkeypatch):
@@ -500,9 +505,7 @@ def test_an_invalid_number_in_a_path_gives_status_404(site, number):
 
 
 def test_checking_the_words_of_very_long_prompts_is_an_error(site):
-    status, content = post(
-        server.app(site, HOSTS), {"model": "slow", "prompts": ["a" * 200_001]}, "/api/words"
-    )
+    status, content = post(server.app(site, HOSTS), {"model": "slow", "prompts": ["a" * 200_001]}, "/api/words")
     assert status == 400 and content["error"] == "the prompts must have at most 200,000 letters"
 
 
@@ -544,8 +547,7 @@ def test_behind_a_proxy_every_url_of_the_page_is_below_the_root_path(slow, tmp_p
             urls = re.findall(r'["`](/[\w/.]*)', content.decode())
             assert status == 200 and all(url.startswith("/draw/") for url in urls if len(url) > 1)
     assert b'src="/draw/draw.js"' in ask(app, "/draw/", cookie=cookie)[2]
-    said = json.loads(ask(app, "/draw/api/draw", json.dumps([a_picture()]).encode(), (JSON,),
-                          cookie=cookie)[2])  # fmt: skip
+    said = json.loads(ask(app, "/draw/api/draw", json.dumps([a_picture()]).encode(), (JSON,), cookie=cookie)[2])
     assert said["pictures"][0]["url"].startswith("/draw/api/jobs/")
     assert site.show(tmp_path / "a.png").startswith("/draw/api/shown/")
 

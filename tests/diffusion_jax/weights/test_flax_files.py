@@ -39,9 +39,7 @@ def test_flax_arrays_have_the_names_and_layouts_of_torch(tmp_path, model):
     expected = write(tmp_path / file, model)
     assert file_kinds.kind_of(tmp_path / file) == file_kinds.FLAX
     jax.tree.map(np.testing.assert_array_equal, pretrained.open_weights(tmp_path), expected)
-    jax.tree.map(
-        np.testing.assert_array_equal, torch_files.read_state_dict(tmp_path / file), expected
-    )
+    jax.tree.map(np.testing.assert_array_equal, torch_files.read_state_dict(tmp_path / file), expected)
 
 
 @pytest.mark.parametrize("model", MODELS[:3])
@@ -49,8 +47,7 @@ def test_written_flax_files_equal_those_of_the_flax_model(tmp_path, model):
     state = write(tmp_path / "from.msgpack", model)
     flax_files.write(tmp_path / "to.msgpack", state)
     expected, written = (
-        serialization.msgpack_restore((tmp_path / f"{name}.msgpack").read_bytes())
-        for name in ("from", "to")
+        serialization.msgpack_restore((tmp_path / f"{name}.msgpack").read_bytes()) for name in ("from", "to")
     )
     jax.tree.map(np.testing.assert_array_equal, written, expected)
 
@@ -113,12 +110,11 @@ LEAF = serialization.msgpack_serialize({"a": np.ones(2, np.float32)})[1:]  # Key
     [
         (b"\x82" + LEAF + LEAF, "a"),
         (b"\x81\xa1b\x82" + LEAF + LEAF, "a"),
-        (serialization.msgpack_serialize({"a": {"kernel": np.ones(2), "scale": np.ones(2)}}),
-         "a.weight"),
+        (serialization.msgpack_serialize({"a": {"kernel": np.ones(2), "scale": np.ones(2)}}), "a.weight"),
         (serialization.msgpack_serialize({"net_0": np.ones(2), "net.0": np.ones(2)}), "net.0"),
     ],
     ids=["at the top", "nested", "one name of torch", "one list"],
-)  # fmt: skip
+)
 def test_two_arrays_with_one_name_are_an_error(tmp_path, content, key):
     (tmp_path / "flax_model.msgpack").write_bytes(content)
     with pytest.raises(ValueError, match=f"the key '{key}' occurs twice: keep one"):

@@ -64,9 +64,7 @@ def test_an_adapted_model_starts_equal_to_the_base_model():
     task = lora.adapt(TASK, weights(), S)
     params = task.init(KEY)
     pairs = lora.flat(params)
-    assert {path: pair["down"].shape for path, pair in pairs.items()} == {
-        "mid_attn/q": (6, 2), "conv1": (3, 3, 2, 2),
-    }  # fmt: skip
+    assert {path: pair["down"].shape for path, pair in pairs.items()} == {"mid_attn/q": (6, 2), "conv1": (3, 3, 2, 2)}
     assert all(float(jnp.abs(pair["up"]).max()) == 0 for pair in pairs.values())
     for pair in pairs.values():  # U(-1, 1) / sqrt(fan_in), as in torch and peft.
         limit = np.prod(pair["down"].shape[:-1]) ** -0.5
@@ -100,9 +98,7 @@ def test_a_convolution_is_adapted_by_a_narrow_one_and_a_1x1_convolution():
     """The form of kohya and peft gives the same result as the merged kernel."""
     task, base = lora.adapt(TASK, weights(), S), weights()
     params = factors(task)
-    conv = lambda x, w: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     x = jax.random.normal(KEY, (1, 5, 5, 2))
     down, up = params["lora"]["conv1"]["down"], params["lora"]["conv1"]["up"]
     apart = conv(x, base["params"]["conv1"]["kernel"]) + 1.5 * conv(conv(x, down), up[None, None])
@@ -133,9 +129,7 @@ def test_lora_scale_is_linear_in_samples_and_does_not_change_the_loss(scale):
 
 
 def test_parameters_of_a_learned_weighting_are_trained_with_lora():
-    learning = TASK._replace(
-        init=lambda key: {**weights(key), objective.LEARNED_WEIGHTING: {"kernel": KEY}}
-    )
+    learning = TASK._replace(init=lambda key: {**weights(key), objective.LEARNED_WEIGHTING: {"kernel": KEY}})
     params = lora.adapt(learning, weights(), S).init(KEY)
     assert params.keys() == {"lora", objective.LEARNED_WEIGHTING}
 
@@ -158,10 +152,7 @@ def test_the_train_state_of_lora_holds_only_factors_and_is_sharded():
     [
         ({"targets": "attm"}, "lora.targets is 'attm', which matches none of the 3 layers: the"),
         ({"targets": "("}, r"lora.targets is '\(', which is not a regular expression: missing \)"),
-        (
-            {"rank": 5},
-            r"lora.rank is 5, but the kernel of mid_attn/q has shape \(6, 4\), so its rank",
-        ),
+        ({"rank": 5}, r"lora.rank is 5, but the kernel of mid_attn/q has shape \(6, 4\), so its rank"),
     ],
 )
 def test_invalid_lora_targets_are_errors(change, message):

@@ -29,9 +29,7 @@ def profile(width, steps):
 
 
 def test_exponents_match_the_paper():
-    np.testing.assert_allclose(
-        [power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3
-    )
+    np.testing.assert_allclose([power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3)
     # The width is the standard deviation of the profile.
     for width in (0.01, 0.05, 0.1, 0.2, 0.28):
         times, counts = np.arange(1, 200_001) / 200_000, profile(width, 200_000)
@@ -57,9 +55,7 @@ def test_combination_matches_least_squares_over_the_profiles():
 def test_an_average_that_began_later_starts_at_the_parameters_of_this_step(width):
     steps, widths, begun = [3000, 4000, 4000, 3200], [0.05, 0.05, 0.2, 0.1], [0, 2500, 3000, 3000]
     counts, distance = power_averages.combination(steps, widths, 4000, width, begun)
-    each = np.stack(
-        [np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)]
-    )
+    each = np.stack([np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)])
     for one, first in zip(each, begun, strict=True):
         one[max(0, first - 1)] += one[: max(0, first - 1)].sum()
         one[: max(0, first - 1)] = 0
@@ -68,16 +64,15 @@ def test_an_average_that_began_later_starts_at_the_parameters_of_this_step(width
     assert distance == pytest.approx(expected, abs=1e-3)  # The closed form integrates.
     bordered = np.block([[each @ each.T, np.ones((4, 1))], [np.ones((1, 4)), np.zeros((1, 1))]])
     best = np.linalg.solve(bordered, np.append(each @ target, 1))[:4]
-    assert distance == pytest.approx(
-        np.linalg.norm(best @ each - target) / np.linalg.norm(target), abs=1e-3
-    )
+    assert distance == pytest.approx(np.linalg.norm(best @ each - target) / np.linalg.norm(target), abs=1e-3)
 
 
 def test_the_manifest_shows_when_the_averages_of_a_continued_run_began(tmp_path):
     entry = lambda step, *widths: {
-        "start": "2026-01-01T00:00:00+00:00", "first_step": step,
+        "start": "2026-01-01T00:00:00+00:00",
+        "first_step": step,
         "config": {"batch_size": 1, "optimizer": {"ema_widths": widths}},
-    }  # fmt: skip
+    }
     entries = [entry(0), entry(100, 0.2), entry(200), entry(300, 0.1, 0.2)]
     entries.append(entry(400, 0.1, 0.2, 0.05))
     write = lambda content: (tmp_path / manifest.MANIFEST).write_text(json.dumps(content))
@@ -109,12 +104,20 @@ def test_coefficients_sum_to_1_with_few_snapshots():
 @pytest.mark.parametrize(
     ("text", "stored", "name"),
     [
-        ("0.10", (), "power-0.1"), ("power-0.1", (), "power-0.1"), ("0.1", ("0.1",), "0.1"),
-        ("0.9999", (), "0.9999"), ("0.5", (), "0.5"), ("raw", (), "raw"), ("ema", (), "ema"),
-        ("0", (), "0"), ("nan", (), "nan"), ("power-2", (), "power-2"),
-        ("0.28", (), "power-0.28"), ("0.281", (), "0.281"),  # The same as in optimizer.ema_widths.
+        ("0.10", (), "power-0.1"),
+        ("power-0.1", (), "power-0.1"),
+        ("0.1", ("0.1",), "0.1"),
+        ("0.9999", (), "0.9999"),
+        ("0.5", (), "0.5"),
+        ("raw", (), "raw"),
+        ("ema", (), "ema"),
+        ("0", (), "0"),
+        ("nan", (), "nan"),
+        ("power-2", (), "power-2"),
+        ("0.28", (), "power-0.28"),
+        ("0.281", (), "0.281"),  # The same as in optimizer.ema_widths.
     ],
-)  # fmt: skip
+)
 def test_canonical_reads_a_small_number_as_a_width_unless_it_is_a_stored_decay(text, stored, name):
     assert power_averages.canonical(text, stored) == name
 
@@ -165,15 +168,10 @@ def test_an_ema_width_above_0_28_is_an_error(walked):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_stored_averages_match_the_weighted_mean_of_all_steps(walked, width):
     every, state, _ = walked
-    assert (
-        error(flat(state.ema[power_averages.power_name(width)]), profile(width, STEPS) @ every)
-        < 3e-6
-    )
+    assert error(flat(state.ema[power_averages.power_name(width)]), profile(width, STEPS) @ every) < 3e-6
 
 
-@pytest.mark.parametrize(
-    ("width", "step"), [(0.04, STEPS), (0.05, 240), (0.08, STEPS), (0.12, 240), (0.15, STEPS)]
-)
+@pytest.mark.parametrize(("width", "step"), [(0.04, STEPS), (0.05, 240), (0.08, STEPS), (0.12, 240), (0.15, STEPS)])
 def test_any_width_is_reconstructed_from_snapshots_within_1e_3(walked, width, step):
     every, state, folder = walked
     shapes = jax.eval_shape(lambda: state.params)
@@ -261,31 +259,28 @@ def test_the_disk_estimate_counts_two_bytes_per_parameter_of_a_snapshot():
 def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
     small = (
-        "--config.steps=12", "--config.batch_size=8", "--config.unet.embed_dim=32",
-        "--config.unet.image_size=8", "--config.unet.cond_dim=32", "--config.sample_every=0",
-        "--config.optimizer.warmup=0", "--config.data.heldout=0.01", "--config.heldout.records=8",
+        "--config.steps=12",
+        "--config.batch_size=8",
+        "--config.unet.embed_dim=32",
+        "--config.unet.image_size=8",
+        "--config.unet.cond_dim=32",
+        "--config.sample_every=0",
+        "--config.optimizer.warmup=0",
+        "--config.data.heldout=0.01",
+        "--config.heldout.records=8",
         "--config.optimizer.ema_widths=(0.05,0.1)",
-    )  # fmt: skip
-    told = commands.run(
-        "train", "--config=configs/quickstart.py", f"--workdir={work}", *small, devices=1
     )
+    told = commands.run("train", "--config=configs/quickstart.py", f"--workdir={work}", *small, devices=1)
     assert told.code == 0, told.err
     assert ", 12 snapshots of " in told.out and "GB are free" in told.out
     listed = commands.run("diffusion_jax.averages", f"--workdir={work}", devices=1)
     assert listed.code == 0, listed.err
     lines = {line[:14].strip(): line[15:] for line in listed.out.splitlines()}
-    assert (
-        lines["snapshots"].endswith("of steps 1 to 12")
-        and lines["width 0.05"] == "error 0 %, rounding factor 1"
-    )
+    assert lines["snapshots"].endswith("of steps 1 to 12") and lines["width 0.05"] == "error 0 %, rounding factor 1"
     assert lines["stored"] == "power-0.05, power-0.1"
-    wrote = commands.run(
-        "diffusion_jax.averages", f"--workdir={work}", "--width=0.07", f"--out={made}", devices=1
-    )
+    wrote = commands.run("diffusion_jax.averages", f"--workdir={work}", "--width=0.07", f"--out={made}", devices=1)
     assert wrote.code == 0, wrote.err
-    losses = commands.run(
-        "diffusion_jax.heldout", f"--workdir={work}", "--ema=0.07,0.05,raw,0.999", devices=1
-    )
+    losses = commands.run("diffusion_jax.heldout", f"--workdir={work}", "--ema=0.07,0.05,raw,0.999", devices=1)
     rows = [json.loads(line) for line in losses.out.splitlines()]
     names, values = zip(*((row["weights"], row["loss"]) for row in rows), strict=True)
     assert names == ("ema_power-0.07", "ema_power-0.05", "raw", "ema_0.999")
@@ -293,18 +288,21 @@ def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_p
     assert json.loads(alone.out)["loss"] == values[0] and len({*values}) == 4
     drawn = [
         commands.run(
-            "sample", f"--workdir={folder}", *ema, "--prompt=a red seven on gray paper",
-            f"--out={tmp_path / folder.name}_png", devices=1,
+            "sample",
+            f"--workdir={folder}",
+            *ema,
+            "--prompt=a red seven on gray paper",
+            f"--out={tmp_path / folder.name}_png",
+            devices=1,
         )
         for folder, ema in ((work, ["--ema=0.07"]), (made, []))
-    ]  # fmt: skip
+    ]
     assert [ended.code for ended in drawn] == [0, 0], drawn[0].err
     pictures = [(tmp_path / f"{n}_png" / "sheet.png").read_bytes() for n in ("run", "made")]
     assert pictures[0] == pictures[1]
     swept = commands.run(
-        "evaluate", f"--workdir={work}", "--ema=0.05,0.10,0.15,0.999", "--guidance=2",
-        "--num_heldout=1", devices=1,
-    )  # fmt: skip
+        "evaluate", f"--workdir={work}", "--ema=0.05,0.10,0.15,0.999", "--guidance=2", "--num_heldout=1", devices=1
+    )
     assert swept.code == 0, swept.err
     table = (work / "evaluation" / "step_00000012" / "sweep.csv").read_text()
     averaged = [line.split(",")[2] for line in table.splitlines()[1:]]

@@ -173,9 +173,9 @@ def saved_whole(folder, name, shards=1):
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("variant", ["", ".fp16"])
 @pytest.mark.parametrize(
-    "name", ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
-             "model.safetensors", "pytorch_model.bin"]
-)  # fmt: skip
+    "name",
+    ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin", "model.safetensors", "pytorch_model.bin"],
+)
 def test_every_layout_of_save_pretrained_can_be_opened(tmp_path, name, variant, shards):
     saved_whole(tmp_path, name.replace(".", f"{variant}.", 1), shards)
     mapped = pretrained.open_weights(tmp_path)
@@ -201,11 +201,7 @@ def test_plain_files_are_preferred_to_variants_and_safetensors_files_to_pickles(
     [
         ("adapter_model.safetensors", b"", "holds an adapter, adapter_model.safetensors, without"),
         ("pytorch_lora_weights.bin", b"", "holds an adapter, pytorch_lora_weights.bin"),
-        (
-            "diffusion_pytorch_model.flashpack",
-            b"",
-            "the format of diffusion_pytorch_model.flashpack is not supported",
-        ),
+        ("diffusion_pytorch_model.flashpack", b"", "the format of diffusion_pytorch_model.flashpack is not supported"),
         ("tf_model.h5", b"", "the format of tf_model.h5 is not supported"),
         ("config.json", b'{"quantization_config": {"quant_method": "torchao"}}', "by torchao"),
     ],
@@ -251,9 +247,7 @@ def test_a_hugging_face_name_is_downloaded_and_a_failure_is_an_error(monkeypatch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert pretrained.locate("google-t5/t5-small") == tmp_path / "t5-small"
     assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # A repository with pickles only.
-    with pytest.raises(
-        FileNotFoundError, match=r"'owner/nothing' is not a local folder.*no network"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"'owner/nothing' is not a local folder.*no network"):
         pretrained.locate("owner/nothing")
     asked_of = ["google-t5/t5-small", "st", "t5-11b", "st", "t5-11b", "bin", "owner/nothing"]
     assert asked == asked_of

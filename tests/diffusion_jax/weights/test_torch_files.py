@@ -68,9 +68,7 @@ def test_float8_arrays_are_read_from_a_file_of_torch_2_13():
     """The fixture holds k / 4 for k = 0 to 5: as a [2, 3] array, and transposed."""
     state = torch_files.read_state_dict(FIXTURE.with_name("float8.pt"))
     grid = np.arange(6, dtype=np.float32).reshape(2, 3) / 4
-    assert {name: str(array.dtype) for name, array in state.items()} == {
-        "v": "float8_e5m2", "w": "float8_e4m3fn"
-    }  # fmt: skip
+    assert {name: str(array.dtype) for name, array in state.items()} == {"v": "float8_e5m2", "w": "float8_e4m3fn"}
     np.testing.assert_array_equal(state["v"].astype(np.float32), grid)
     np.testing.assert_array_equal(state["w"].astype(np.float32), grid.T)
 
@@ -134,11 +132,7 @@ def zipped(name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.ckpt",
-            b"\x80\x02}q\x00.",
-            "a.ckpt: ValueError: the file is not a torch checkpoint, neither in zip",
-        ),
+        ("a.ckpt", b"\x80\x02}q\x00.", "a.ckpt: ValueError: the file is not a torch checkpoint, neither in zip"),
         ("a.ckpt", FIXTURE.read_bytes()[:3000], "cannot read"),
         ("a.nemo", b"nothing", "a.nemo: ReadError"),
         ("a.ckpt", b"", "a.ckpt: the file is empty: download it again"),

@@ -11,15 +11,7 @@ import pytest
 import safetensors.numpy
 
 from diffusion_jax.weights import torch_weights
-from diffusion_jax.weights.torch_weights import (
-    CONV,
-    CONV1D_1,
-    CONV2D_1,
-    CONV_TRANSPOSE,
-    LINEAR,
-    VECTOR,
-    Entry,
-)
+from diffusion_jax.weights.torch_weights import CONV, CONV1D_1, CONV2D_1, CONV_TRANSPOSE, LINEAR, VECTOR, Entry
 from tests.diffusion_jax.weights import torch_writer
 
 TABLE = [
@@ -37,9 +29,7 @@ SHAPES = {
 }
 ABSTRACT = {
     "params": jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        SHAPES,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
 }
 
@@ -80,8 +70,7 @@ def test_layouts_convert_axes_in_both_directions(layout, torch_axes, jax_axes):
 def test_a_table_is_built_from_rules_for_names_and_layouts():
     """The first rule that matches a component of the path renames it."""
     params = {"params": ABSTRACT["params"] | {"table": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
-    rules = [("dense", "block.0"), ("pointwise", "block.1"), ("(norm|dense)", r"block.2"),
-             ("table", "embedding")]  # fmt: skip
+    rules = [("dense", "block.0"), ("pointwise", "block.1"), ("(norm|dense)", r"block.2"), ("table", "embedding")]
     name_of = lambda path: torch_weights.rename(path, rules)
     table = torch_weights.table(params, name_of, [("pointwise", CONV1D_1)])
     assert {*table} == {*TABLE, Entry("embedding", "params/table", VECTOR)}
@@ -116,9 +105,7 @@ def test_params_are_float32_for_every_saved_dtype(dtype):
     state = state_dict(dtype)
     params = torch_weights.to_params(state, TABLE, ABSTRACT)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(
-        params["params"]["norm"]["bias"], state["block.2.bias"].astype(np.float32)
-    )
+    np.testing.assert_array_equal(params["params"]["norm"]["bias"], state["block.2.bias"].astype(np.float32))
 
 
 def test_arrays_of_integers_are_an_error_that_names_one():

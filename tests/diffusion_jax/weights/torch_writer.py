@@ -3,8 +3,7 @@
 import struct
 import zipfile
 
-_STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-             "int64": "LongStorage"}  # fmt: skip
+_STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage", "int64": "LongStorage"}
 
 
 def save(path, arrays):

@@ -32,9 +32,15 @@ def tiny():
     """Return the config of a tiny model with attention only in the middle."""
     c = base64_500m.get_config()
     c.unet.update(
-        image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
-        attention_resolutions=(), head_dim=32, cond_dim=32, dtype="float32",
-    )  # fmt: skip
+        image_size=16,
+        embed_dim=32,
+        channel_mult=(1,),
+        num_res_blocks=1,
+        attention_resolutions=(),
+        head_dim=32,
+        cond_dim=32,
+        dtype="float32",
+    )
     c.text.update(encoder="hashed", width=32, max_tokens=6)
     c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=0)
     c.batch_size, c.prompts = 8, ("a red seven on gray paper",)
@@ -95,9 +101,7 @@ def test_weights_with_outputs_that_are_not_finite_are_an_error(nemos, tmp_path):
     bias = f"{nemo.PREFIX}init_conv.0.bias"
     state[bias] = np.full_like(state[bias], 3e38)  # Finite numbers whose sum overflows.
     np.savez(tmp_path / "nan.npz", **state)
-    with pytest.raises(
-        ValueError, match=r"with the weights 'raw' read back from .* are not finite or differ"
-    ):
+    with pytest.raises(ValueError, match=r"with the weights 'raw' read back from .* are not finite or differ"):
         convert.to_workdir(tmp_path / "nan.npz", tiny(), tmp_path / "workdir")
 
 
@@ -168,10 +172,15 @@ SR = dict(
     noise_cond_aug=True,
     preconditioning_type="EDM",
     unet=dict(
-        embed_dim=128, image_size=256, channel_mult=[1, 2, 4, 8, 8], num_resblocks=[2, 4, 8, 8, 8],
-        atnn_enabled_at=[0, 0, 0, 1, 1], learned_sinu_pos_emb_dim=0, skip_connection_scaling=True,
+        embed_dim=128,
+        image_size=256,
+        channel_mult=[1, 2, 4, 8, 8],
+        num_resblocks=[2, 4, 8, 8, 8],
+        atnn_enabled_at=[0, 0, 0, 1, 1],
+        learned_sinu_pos_emb_dim=0,
+        skip_connection_scaling=True,
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +191,7 @@ SR = dict(
             {"unet": SR["unet"] | {"skip_connection_scaling": False}},
             "unet.scale_skips: True in the config, False in the file",
         ),
-        (
-            {"unet": SR["unet"] | {"per_head_channels": 32}},
-            "unet.head_dim: 64 in the config, 32 in",
-        ),
+        ({"unet": SR["unet"] | {"per_head_channels": 32}}, "unet.head_dim: 64 in the config, 32 in"),
     ],
 )
 def test_settings_that_differ_from_nemos_config_are_an_error(tmp_path, change, message):

@@ -100,9 +100,7 @@ def test_a_lora_draws_the_same_pictures_as_its_merged_weights(base, adapting, tm
     convert.from_workdir(adapting[0], tmp_path / "a.npz")
     convert.to_workdir(tmp_path / "a.npz", config(), tmp_path / "merged")
     load = lambda workdir, **values: imagen_jax.load(workdir, steps=2, **values)
-    draw = lambda *run, **values: (
-        load(*run, **values).draw("a red seven", seeds=3).images.astype(int)
-    )
+    draw = lambda *run, **values: load(*run, **values).draw("a red seven", seeds=3).images.astype(int)
     apart, merged = draw(adapting[0]), draw(tmp_path / "merged")
     assert np.abs(apart - merged).max() <= 1  # The rounding of two programs.
     without = draw(base[0])
@@ -145,9 +143,7 @@ def test_unet_weights_and_lora_select_the_start_of_training(base):
     inputs = prepared(unet__weights=str(base[0]), lora__rank=2)
     assert inputs.start is None and len(inputs.base) == 32
     same(inputs.task.frozen["base"], {"params": base[1]["params"]})
-    with pytest.raises(
-        ValueError, match=r"lora.rank is 2 and unet.weights is empty: name the model"
-    ):
+    with pytest.raises(ValueError, match=r"lora.rank is 2 and unet.weights is empty: name the model"):
         prepared(lora__rank=2)
     with pytest.raises(ValueError, match=r"has another architecture; .* arrays differ"):
         c = config(unet__weights=str(base[0]))

@@ -12,12 +12,7 @@ import pytest
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
 from imagen_jax.weights import nemo
-from tests.imagen_jax.cases import (
-    SMALL,
-    SMALL_EFFICIENT,
-    TINY,
-    random_weights,
-)
+from tests.imagen_jax.cases import SMALL, SMALL_EFFICIENT, TINY, random_weights
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
@@ -148,18 +143,14 @@ def test_the_first_layer_of_a_nemo_unet_may_be_stored_under_either_of_its_two_na
 
 def test_two_models_in_one_state_dict_are_an_error(tiny):
     unet, state, _ = tiny
-    with pytest.raises(
-        ValueError, match=f"has {len(state) + 1} arrays, but .* only {len(state)} of their names"
-    ):
+    with pytest.raises(ValueError, match=f"has {len(state) + 1} arrays, but .* only {len(state)} of their names"):
         nemo.from_nemo(state | {"ema.unet.out.2.bias": state["out.2.bias"]}, unet, 40)
 
 
 def test_weights_of_another_config_are_an_error_that_names_keys(tiny):
     unet, state, _ = tiny
     null = nemo.unet_from_config({"unet": TINY["unet"] | {"use_null_token": True}})
-    with pytest.raises(
-        ValueError, match=r"missing keys \(1\): null_text_embedding; keys left over \(0\)"
-    ):
+    with pytest.raises(ValueError, match=r"missing keys \(1\): null_text_embedding; keys left over \(0\)"):
         nemo.from_nemo(state, null, 40)
     with pytest.raises(ValueError, match=re.escape("text_to_cond.weight (64, 40) where the model")):
         nemo.from_nemo(state, unet, 48)

@@ -68,9 +68,7 @@ def test_tensor_parallelism_divides_hidden_activations_but_not_partial_sums():
     # gradient of x is a sum over devices.
     assert sorted(name[v] for v in sharded - {first, second}).count("dot_general") == 4
     assert [traced_memory.size(program, v) for v in summed] == [SAMPLES * ROW]
-    alive = lambda ways: traced_memory.lifetimes(
-        program, SAMPLES, set(), {}, dict.fromkeys(sharded, ways)
-    )
+    alive = lambda ways: traced_memory.lifetimes(program, SAMPLES, set(), {}, dict.fromkeys(sharded, ways))
     assert traced_memory.peak(alive(1), 5) - traced_memory.peak(alive(4), 5) >= 3 * 5 * ROW
 
 
@@ -164,7 +162,6 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
 def test_the_largest_micro_batch_divides_the_share_of_a_device_and_fits(limit, expected):
     """A device's share is 12 pictures of 2 bytes. Several passes take 16 bytes for gradients."""
     need = lambda samples, passes: memory.Bytes(
-        parameters=4, optimizer=0, ema=0, frozen=0, batch=0,
-        temporary=2 * samples + 16 * (passes > 1),
-    )  # fmt: skip
+        parameters=4, optimizer=0, ema=0, frozen=0, batch=0, temporary=2 * samples + 16 * (passes > 1)
+    )
     assert memory.largest(need, 12, float(limit)) == expected

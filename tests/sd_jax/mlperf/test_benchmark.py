@@ -36,14 +36,11 @@ def judge():
     grey = lambda params, x: x.mean((1, 2)) if x.ndim > 2 else x
     pixels = lambda images: images.astype(jnp.float32)
     inception = toy.extractor(width=3, prepare=pixels, apply=grey)
-    image = toy.extractor(prepare=pixels, apply=lambda p, x: jnp.stack([x[:, 0, 0, 0] / 255,
-        jnp.ones(len(x))], 1))  # fmt: skip
+    image = toy.extractor(prepare=pixels, apply=lambda p, x: jnp.stack([x[:, 0, 0, 0] / 255, jnp.ones(len(x))], 1))
     text = toy.extractor(prepare=lambda ids: ids, apply=lambda p, ids: jnp.ones((len(ids), 2)))
     real = Gaussian(np.array([90.0, 90, 90]), np.eye(3), 100)
     tokenize = lambda texts: np.zeros((len(texts), 1), np.int32)
-    return EvaluationInputs(
-        CAPTIONS, fid.reference(real), inception, ClipExtractors(image, text, tokenize)
-    )
+    return EvaluationInputs(CAPTIONS, fid.reference(real), inception, ClipExtractors(image, text, tokenize))
 
 
 def scores(tmp_path, *, batch_size=4, devices=2, step=5, params=None, seed=3):
@@ -84,11 +81,7 @@ def test_scores_do_not_depend_on_batches_and_devices(tmp_path, how):
 
 
 def test_each_seed_and_step_has_different_noise(tmp_path):
-    results = [
-        scores(tmp_path / "a"),
-        scores(tmp_path / "b", step=6),
-        scores(tmp_path / "c", seed=4),
-    ]
+    results = [scores(tmp_path / "a"), scores(tmp_path / "b", step=6), scores(tmp_path / "c", seed=4)]
     assert len({one["FID"] for one in results}) == 3
 
 
@@ -110,9 +103,7 @@ def evaluation(tmp_path, monkeypatch):
     folder = tiny_benchmark.write(tmp_path)
     extractor = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
     monkeypatch.setattr(extractors, "load_inception", lambda path: extractor)
-    monkeypatch.setattr(
-        clip_towers, "load", lambda path: ClipExtractors(extractor, extractor, lambda texts: texts)
-    )
+    monkeypatch.setattr(clip_towers, "load", lambda path: ClipExtractors(extractor, extractor, lambda texts: texts))
     return read_settings(tiny_benchmark.get_config(folder).to_dict()).evaluation
 
 
@@ -128,9 +119,7 @@ def test_a_judge_without_its_files_or_enough_captions_is_an_error(evaluation, tm
         benchmark.open_judge(evaluation._replace(clip=""))
     with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
         benchmark.open_judge(evaluation._replace(num_prompts=11))
-    with pytest.raises(
-        FileNotFoundError, match=r"the table of captions nowhere\.tsv does not exist: write"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"the table of captions nowhere\.tsv does not exist: write"):
         benchmark.open_judge(evaluation._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
     with refused(r"captions.tsv, line 2 has no column id: the first line must"):
@@ -141,9 +130,7 @@ def test_a_judge_without_its_files_or_enough_captions_is_an_error(evaluation, tm
         benchmark.open_judge(evaluation._replace(num_prompts=2))
 
 
-@pytest.mark.parametrize(
-    "batch, steps", [("256", 2000), ("384", 1334), ("512", 1000), ("1024", 500), ("2048", 250)]
-)
+@pytest.mark.parametrize("batch, steps", [("256", 2000), ("384", 1334), ("512", 1000), ("1024", 500), ("2048", 250)])
 def test_the_mlperf_config_follows_the_rules(batch, steps):
     s = read_settings(sd2_mlperf.get_config(batch).to_dict())
     assert rules.departures(s) == []
@@ -156,13 +143,8 @@ def test_departures_from_the_rules_are_named():
     c = sd2_mlperf.get_config("512")
     c.optimizer.clip, c.text.drop_prob, c.steps = 1.0, 0.1, 999
     s = read_settings(c.to_dict())
-    assert rules.departures(s) == [
-        "optimizer.clip is 1.0, not inf",
-        "text.drop_prob is 0.1, not 0.0",
-    ]
+    assert rules.departures(s) == ["optimizer.clip is 1.0, not inf", "text.drop_prob is 0.1, not 0.0"]
     with pytest.raises(ValueError, match="steps is 999, but the first evaluation is after 1000"):
         rules.check(s)
-    with pytest.raises(
-        ValueError, match=r"unet.weights is .a., but benchmark runs start with random weights"
-    ):
+    with pytest.raises(ValueError, match=r"unet.weights is .a., but benchmark runs start with random weights"):
         rules.check(s._replace(run=s.run._replace(steps=1000), unet_weights="a"))

@@ -32,9 +32,8 @@ def test_an_evaluation_without_score_is_an_error_if_the_log_reports_success(tmp_
 
 @pytest.mark.parametrize(
     "scores, met",
-    [((90.0, 0.15), True), ((90.0001, 0.15), False), ((90.0, 0.1499), False),
-     ((float("nan"), 0.2), False)],
-)  # fmt: skip
+    [((90.0, 0.15), True), ((90.0001, 0.15), False), ((90.0, 0.1499), False), ((float("nan"), 0.2), False)],
+)
 def test_both_targets_must_be_met_at_once(scores, met):
     assert rules.meets_targets(dict(zip(("FID", "CLIP"), scores, strict=True))) is met
     assert not rules.meets_targets({"FID": 1.0})
@@ -74,9 +73,7 @@ def test_the_report_and_its_files_compare_runs_with_the_reference(tmp_path):
 
 def test_a_run_that_did_not_converge_fails(tmp_path):
     nan = float("nan")
-    runs = [
-        convergence.read(mllog_files.write(tmp_path / "r", 300, {512_000: (nan, 0.1)}, "aborted"))
-    ]
+    runs = [convergence.read(mllog_files.write(tmp_path / "r", 300, {512_000: (nan, 0.1)}, "aborted"))]
     verdict = convergence.judge(300, [None])
     assert not verdict.passed
     assert "1 of 1 runs did not converge" in comparison.describe(runs, verdict)

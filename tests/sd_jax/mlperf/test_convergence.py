@@ -26,10 +26,7 @@ def theirs(folder, batch_size, samples):
 
 
 # Samples to target of published runs. Those at 384, 512 and 1024 are pruned, so not listed.
-PUBLISHED = {
-    256: [1_536_000] * 13 + [2_048_000] * 7,
-    2048: [3_584_000] * 4 + [4_096_000] * 7 + [4_608_000] * 2,
-}
+PUBLISHED = {256: [1_536_000] * 13 + [2_048_000] * 7, 2048: [3_584_000] * 4 + [4_096_000] * 7 + [4_608_000] * 2}
 BETWEEN = "interpolated between batch sizes 256 and 2048"
 
 

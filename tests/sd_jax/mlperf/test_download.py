@@ -118,15 +118,12 @@ def test_a_killed_download_continues(server, tmp_path):
     assert requests_of(server) == [("512-base-ema.ckpt", 1000)]
 
 
-def test_an_incomplete_file_is_an_error_and_a_whole_one_is_hashed_once(
-    server, tmp_path, monkeypatch
-):
+def test_an_incomplete_file_is_an_error_and_a_whole_one_is_hashed_once(server, tmp_path, monkeypatch):
     (tmp_path / VAE).mkdir()
     path = tmp_path / VAE / "512-base-ema.ckpt"
     path.write_bytes(CHECKPOINT[:1000])
     with pytest.raises(
-        ValueError,
-        match=r"512-base-ema.ckpt has the wrong hash, .* remove it, and run the command again",
+        ValueError, match=r"512-base-ema.ckpt has the wrong hash, .* remove it, and run the command again"
     ):
         fetch(server, tmp_path)
     path.write_bytes(CHECKPOINT)
@@ -164,9 +161,7 @@ def test_a_downloaded_file_with_another_hash_is_an_error(server, tmp_path):
         ("uri", b"<html>", "must hold the URL of a folder, but holds '<html>'"),
     ],
 )
-def test_malformed_lists_of_files_are_errors_that_name_them(
-    server, tmp_path, suffix, content, message
-):
+def test_malformed_lists_of_files_are_errors_that_name_them(server, tmp_path, suffix, content, message):
     server.files[f"/metadata/stable-diffusion-{VAE}.{suffix}"] = content
     with pytest.raises(ValueError, match=message):
         fetch(server, tmp_path)
@@ -217,7 +212,5 @@ def test_the_tokenizer_is_downloaded_from_the_hugging_face_hub(tmp_path, monkeyp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     download.fetch_tokenizer(tmp_path)  # All files exist.
     (tmp_path / CLIP / "tokenizer.json").unlink()
-    with pytest.raises(
-        OSError, match=r"could not be downloaded \(TypeError\): copy the files config.json, "
-    ):
+    with pytest.raises(OSError, match=r"could not be downloaded \(TypeError\): copy the files config.json, "):
         download.fetch_tokenizer(tmp_path)

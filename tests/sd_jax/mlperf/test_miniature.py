@@ -47,9 +47,13 @@ def test_the_config_evaluates_all_captions_every_100_steps():
     rules.check(s)
     changed = {line.split(" is ")[0] for line in rules.departures(s)}
     assert changed == {  # The checker of logs requires all other values.
-        "text.drop_prob", "latents.image_size", "latents.pixels", "evaluation.guidance",
-        "evaluation.every in steps", "evaluation.num_prompts",
-    }  # fmt: skip
+        "text.drop_prob",
+        "latents.image_size",
+        "latents.pixels",
+        "evaluation.guidance",
+        "evaluation.every in steps",
+        "evaluation.num_prompts",
+    }
     shapes = names.abstract_unet(s.unet, s.text.width)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert f"{parameters:,}" in str(sd2_mlperf_miniature.__doc__)

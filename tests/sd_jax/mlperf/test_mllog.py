@@ -16,8 +16,12 @@ def block(first, last):
 
 def evaluation(samples):
     metric = lambda name: ("eval_accuracy", {"samples_count": samples, "metric": name})
-    return [("eval_start", {"samples_count": samples}), metric("FID"), metric("CLIP"),
-            ("eval_stop", {"samples_count": samples})]  # fmt: skip
+    return [
+        ("eval_start", {"samples_count": samples}),
+        metric("FID"),
+        metric("CLIP"),
+        ("eval_stop", {"samples_count": samples}),
+    ]
 
 
 def recovered(tmp_path, events, samples, end=""):
@@ -66,8 +70,7 @@ def test_without_a_checkpoint_or_a_started_clock_the_log_is_empty(tmp_path):
 def test_a_result_file_of_another_program_is_an_error(tmp_path):
     (tmp_path / mllog.RESULT).write_text("step 1\n")
     with pytest.raises(
-        ValueError,
-        match=r"holds lines that are not in mllog's format, .*: move the file to another folder",
+        ValueError, match=r"holds lines that are not in mllog's format, .*: move the file to another folder"
     ):
         mllog.recover(tmp_path, 16)
 

@@ -22,12 +22,28 @@ from tests.sd_jax.tiny_benchmark import BATCH, CAPTIONS, INTERVAL
 
 FIRST, SECOND = INTERVAL * BATCH, 2 * INTERVAL * BATCH
 ONCE = (
-    "submission_division", "submission_benchmark", "init_stop", "run_start", "run_stop",
-    "train_samples", "eval_samples", "gradient_accumulation_steps", "opt_name", "opt_adamw_beta_1",
-    "opt_adamw_beta_2", "opt_adamw_epsilon", "opt_adamw_weight_decay", "opt_base_learning_rate",
-    "opt_learning_rate_warmup_steps", "cache_clear", "init_start", "global_batch_size",
-    "block_start", "block_stop", "eval_accuracy",
-)  # fmt: skip
+    "submission_division",
+    "submission_benchmark",
+    "init_stop",
+    "run_start",
+    "run_stop",
+    "train_samples",
+    "eval_samples",
+    "gradient_accumulation_steps",
+    "opt_name",
+    "opt_adamw_beta_1",
+    "opt_adamw_beta_2",
+    "opt_adamw_epsilon",
+    "opt_adamw_weight_decay",
+    "opt_base_learning_rate",
+    "opt_learning_rate_warmup_steps",
+    "cache_clear",
+    "init_start",
+    "global_batch_size",
+    "block_start",
+    "block_stop",
+    "eval_accuracy",
+)
 
 
 def complies(path):
@@ -119,13 +135,21 @@ def test_the_result_logs_settings_blocks_and_evaluations(whole):
     assert values["eval_samples"] == CAPTIONS and values["opt_base_learning_rate"] == 0.05
     source_files = {metadata["file"] for _, _, metadata in logged(whole / "result.txt")}
     assert source_files == {"sd_jax/mlperf/run.py"}
-    blocks = [(key, metadata["samples_count"]) for key, _, metadata in logged(whole / "result.txt")
-              if key.startswith(("block", "eval_st"))]  # fmt: skip
+    blocks = [
+        (key, metadata["samples_count"])
+        for key, _, metadata in logged(whole / "result.txt")
+        if key.startswith(("block", "eval_st"))
+    ]
     assert blocks == [
-        ("block_start", 0), ("block_stop", FIRST), ("eval_start", FIRST), ("eval_stop", FIRST),
-        ("block_start", FIRST), ("block_stop", SECOND), ("eval_start", SECOND),
+        ("block_start", 0),
+        ("block_stop", FIRST),
+        ("eval_start", FIRST),
+        ("eval_stop", FIRST),
+        ("block_start", FIRST),
+        ("block_stop", SECOND),
+        ("eval_start", SECOND),
         ("eval_stop", SECOND),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.gate
@@ -170,8 +194,7 @@ def test_evaluation_after_training_does_not_count_as_training_time(whole, folder
     events = mllog.read(workdir / "result.txt")
     assert mllog.evaluations(events) == convergence.read(whole / "result.txt").evaluations
     (stop,) = [event for event in events if event.key == "run_stop"]
-    (end,) = [event for event in events if event.key == "block_stop"
-              and event.metadata["samples_count"] == SECOND]  # fmt: skip
+    (end,) = [event for event in events if event.key == "block_stop" and event.metadata["samples_count"] == SECOND]
     assert stop.time_ms == end.time_ms
 
 

@@ -51,9 +51,7 @@ def vae_state():
 @functools.cache
 def text_state(version):
     """Return the weights of a text encoder in the names of Stable Diffusion 1.x or 2.x."""
-    kind, prefix, first = {
-        "1.x": ("clip", "transformer.", "text_model."), "2.x": ("open_clip", "model.", ""),
-    }[version]  # fmt: skip
+    kind, prefix, first = {"1.x": ("clip", "transformer.", "text_model."), "2.x": ("open_clip", "model.", "")}[version]
     weights = state(case(kind)).items()
     weights = {n: w for n, w in weights if not n.startswith(("vis", "logit_scale"))}
     return {f"{prefix}{n}": w for n, w in weights.items() if n.startswith(first)}
@@ -110,22 +108,14 @@ def test_ema_selects_averages_or_raw_weights_of_a_file(folder):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), averaged.params, raw.params)
     report, arrays = load(folder / "a.npz").report, unet_state().values()
     count = sum(array.size for array in arrays)
-    assert (
-        report[0]
-        == f"unet: {len(arrays)} arrays (ldm, averages), {count:,} parameters, each used once"
-    )
-    assert [line.partition(",")[0] for line in report[1:]] == [
-        "vae: 124 arrays (ldm)",
-        "text: 36 arrays",
-    ]
+    assert report[0] == f"unet: {len(arrays)} arrays (ldm, averages), {count:,} parameters, each used once"
+    assert [line.partition(",")[0] for line in report[1:]] == ["vae: 124 arrays (ldm)", "text: 36 arrays"]
 
 
 def test_a_folder_with_flax_weights_is_read_back_bit_for_bit(folder, tmp_path):
     read = load(folder / "a.npz")
     checkpoints.save_diffusers(read, tmp_path / "flax", flax=True)
-    weights = sorted(
-        path.name for path in (tmp_path / "flax").glob("*/*.*") if path.suffix != ".json"
-    )
+    weights = sorted(path.name for path in (tmp_path / "flax").glob("*/*.*") if path.suffix != ".json")
     assert weights == ["diffusion_flax_model.msgpack"] * 2 + ["flax_model.msgpack"]
     for path in (tmp_path / "flax").glob("*/config.json"):  # Flax pipelines name their own classes.
         path.write_text(path.read_text().replace('"_class_name": "', '"_class_name": "Flax'))
@@ -217,9 +207,7 @@ def test_the_ids_of_a_saved_text_encoder_are_those_of_its_tokenizer(published, t
     tokenizer._tokenizer.save(str(source / "tokenizer" / "tokenizer.json"))
     params = read.text.params["params"]
     longer = {**params, "token_embedding": np.ones((42, 24), np.float32)}
-    longer = read.text._replace(
-        tower=read.text.tower.clone(vocab_size=42), params={"params": longer}
-    )
+    longer = read.text._replace(tower=read.text.tower.clone(vocab_size=42), params={"params": longer})
     checkpoints.save_diffusers(read._replace(text=longer), tmp_path / "d", tokenizer=source)
     config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
@@ -274,8 +262,7 @@ def test_a_folder_of_another_pipeline_is_an_error(folder, tmp_path):
 def test_a_folder_with_shards_or_pickles_loads_the_same_weights(folder, tmp_path):
     """diffusers writes shards, and old versions of transformers wrote pickles."""
     shutil.copytree(folder / "d", tmp_path / "d")
-    stems = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
-             "text_encoder": "pytorch_model"}  # fmt: skip
+    stems = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "pytorch_model"}
     for part, stem in stems.items():
         (file,) = (tmp_path / "d" / part).glob("*.safetensors")
         arrays = list(safetensors.numpy.load_file(file).items())
@@ -313,10 +300,7 @@ def test_a_file_without_prefixes_holds_a_single_network(folder, tmp_path):
             {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
             "missing keys (1): text_model.final_layer_norm.bias",
         ),
-        (
-            {"cond_stage_model.transformer.text_model.stray": np.zeros(1)},
-            "keys left over (1): text_model.stray",
-        ),
+        ({"cond_stage_model.transformer.text_model.stray": np.zeros(1)}, "keys left over (1): text_model.stray"),
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
         ({"diffusion_model.out.2.bias": np.zeros(4)}, "the key 'out.2.bias' occurs twice: keep"),
         (
@@ -349,8 +333,13 @@ def test_weights_of_another_network_are_an_error_also_with_a_config(tmp_path, na
 
 
 def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(folder, tmp_path):
-    strays = ["denoiser.sigmas", "safety_checker.a", "safety_checker.b", "cond_stage_model_ema.x",
-              "embedding_manager.y"]  # fmt: skip
+    strays = [
+        "denoiser.sigmas",
+        "safety_checker.a",
+        "safety_checker.b",
+        "cond_stage_model_ema.x",
+        "embedding_manager.y",
+    ]
     state = compvis() | {name: np.ones(1) for name in strays}
     np.savez(tmp_path / "a.npz", **state, v_pred=np.zeros(0), ztsnr=np.zeros(0))
     (tmp_path / "ldm.yaml").write_text(YAML)
@@ -358,10 +347,11 @@ def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(f
     assert checkpoints.equal(read, load(folder / "a.npz"))
     assert read.predicts == "v" and read.scheduler == checkpoints.ddim(zero_snr=True)
     assert read.report[3:] == [
-        "the file is marked v_pred", "the file is marked ztsnr",
+        "the file is marked v_pred",
+        "the file is marked ztsnr",
         "arrays of other networks, not used: cond_stage_model_ema (1), denoiser (1), "
         "embedding_manager (1), safety_checker (2)",
-    ]  # fmt: skip
+    ]
     checkpoints.save_diffusers(read, tmp_path / "d")
     from_folder = checkpoints.load(tmp_path / "d")
     assert schedulers.read_diffusion(from_folder.scheduler) == ("v", "zero_terminal_snr")
@@ -423,9 +413,7 @@ def test_a_folder_of_the_hugging_face_cache_can_be_loaded(folder, tmp_path):
     checkpoints.load(cache)
 
 
-def test_saving_to_an_invalid_target_or_with_invalid_options_is_an_error_and_writes_nothing(
-    folder, tmp_path
-):
+def test_saving_to_an_invalid_target_or_with_invalid_options_is_an_error_and_writes_nothing(folder, tmp_path):
     read = checkpoints.load(folder / "d")
     with pytest.raises(ValueError, match="is not empty: choose a new folder"):
         checkpoints.save_diffusers(read, folder)

@@ -47,9 +47,7 @@ def encoded(encoder, text):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_an_embedding_acts_like_the_tokens_whose_vectors_it_holds(
-    encoder, part, tokenizer, tmp_path, suffix
-):
+def test_an_embedding_acts_like_the_tokens_whose_vectors_it_holds(encoder, part, tokenizer, tmp_path, suffix):
     path = tmp_path / f"learned_embeds.{suffix}"
     write = torch_weights.write if suffix == "safetensors" else torch_writer.save
     write(path, {"<Cat>": rows(part, tokenizer, "c d e")})
@@ -74,10 +72,7 @@ def test_the_authors_parameter_dicts_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     vectors = torch.arange(48.0).reshape(2, 24)
     param = torch.nn.ParameterDict({"*": torch.nn.Parameter(vectors)})
-    torch.save(
-        {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": param},
-        tmp_path / "fox.pt",
-    )
+    torch.save({"string_to_token": {"*": torch.tensor(265)}, "string_to_param": param}, tmp_path / "fox.pt")
     word, read = embedding_files.read(tmp_path / "fox.pt")
     assert word == "fox"
     np.testing.assert_array_equal(read, vectors.numpy())
@@ -122,9 +117,7 @@ class Evil:
 
 def test_a_file_with_clip_l_alone_is_named_like_the_file_and_paths_may_have_commas(tmp_path):
     for name in ("a,b", "c", "d,e,f"):
-        torch_weights.write(
-            tmp_path / f"{name}.safetensors", {"clip_l": np.ones((1, WIDTH), np.float32)}
-        )
+        torch_weights.write(tmp_path / f"{name}.safetensors", {"clip_l": np.ones((1, WIDTH), np.float32)})
     paths = [f"{tmp_path}/{name}.safetensors" for name in ("a,b", "c", "d,e,f", "none")]
     loras = [f"{paths[0]}:0.5", paths[1], f"{paths[2]}:-1", paths[0]]
     for listed in (paths, loras):
@@ -189,19 +182,15 @@ NAMES = ("string_to_param.*", "emb_params", "clip_l")
 def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_path, name):
     layer = "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q"
     vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
-    lora = {
-        f"{layer}.lora_down.weight": np.ones((1, 64)),
-        f"{layer}.lora_up.weight": np.ones((64, 1)),
-    }
+    lora = {f"{layer}.lora_down.weight": np.ones((1, 64)), f"{layer}.lora_up.weight": np.ones((64, 1))}
     lora = {name: array.astype("f4") / 8 for name, array in lora.items()}
     torch_weights.write(tmp_path / "plain.safetensors", lora)
     torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": vectors})
     torch_weights.write(tmp_path / "both.safetensors", {**lora, f"bundle_emb.fox.{name}": vectors})
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
     draw = lambda lora, **changes: (
-        drawing.load(published / "d", lora=[tmp_path / lora], **values, **changes)
-        .draw("a fox").images
-    )  # fmt: skip
+        drawing.load(published / "d", lora=[tmp_path / lora], **values, **changes).draw("a fox").images
+    )
     bundled = draw("both.safetensors")
     embedding = str(tmp_path / "fox.safetensors")
     np.testing.assert_array_equal(bundled, draw("plain.safetensors", embedding=embedding))

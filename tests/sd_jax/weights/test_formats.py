@@ -12,14 +12,21 @@ from tests.sd_jax.cases import TINY, TINY_VAE, unet_weights, vae_weights
 
 # From CompVis' v1-inference.yaml and Stability's v2-inference.yaml.
 SD1 = dict(
-    image_size=32, in_channels=4, out_channels=4, model_channels=320,
-    attention_resolutions=[4, 2, 1], num_res_blocks=2, channel_mult=[1, 2, 4, 4], num_heads=8,
-    use_spatial_transformer=True, transformer_depth=1, context_dim=768, use_checkpoint=True,
+    image_size=32,
+    in_channels=4,
+    out_channels=4,
+    model_channels=320,
+    attention_resolutions=[4, 2, 1],
+    num_res_blocks=2,
+    channel_mult=[1, 2, 4, 4],
+    num_heads=8,
+    use_spatial_transformer=True,
+    transformer_depth=1,
+    context_dim=768,
+    use_checkpoint=True,
     legacy=False,
-)  # fmt: skip
-SD2 = SD1 | dict(
-    num_heads=-1, num_head_channels=64, use_linear_in_transformer=True, context_dim=1024
 )
+SD2 = SD1 | dict(num_heads=-1, num_head_channels=64, use_linear_in_transformer=True, context_dim=1024)
 V1 = UNet(num_heads=8, linear_projections=False)
 
 
@@ -37,17 +44,14 @@ def test_a_unet_config_converts_to_diffusers_and_back(unet):
 
 
 @pytest.mark.parametrize(
-    "unet",
-    [V1, UNet(norm_groups=16), UNet(head_dim=40, num_res_blocks=(1, 2, 2, 2), in_channels=9)],
+    "unet", [V1, UNet(norm_groups=16), UNet(head_dim=40, num_res_blocks=(1, 2, 2, 2), in_channels=9)]
 )
 def test_a_unet_config_converts_to_ldm_and_back(unet):
     assert formats.unet_from_ldm(formats.unet_to_ldm(unet, 768)) == unet
 
 
 def test_the_latent_size_is_read_and_must_be_square():
-    assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [
-        64, 96, 8,
-    ]  # fmt: skip
+    assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [64, 96, 8]
     with pytest.raises(ValueError, match=r"sample_size is \[64, 96\], but only square im"):
         formats.latent_size({"sample_size": [64, 96]})
 
@@ -79,18 +83,10 @@ def test_networks_are_inferred_from_their_weights(change):
     [
         (formats.unet_from_ldm, SD1 | {"num_classes": 10}, "num_classes is 10, but only None is"),
         (formats.unet_from_ldm, SD1 | {"num_heads": 7}, "unet.num_heads 7 does not divide the"),
-        (
-            formats.unet_from_ldm,
-            SD1 | {"model_channels": 40},
-            "norm_groups 32 does not divide",
-        ),
+        (formats.unet_from_ldm, SD1 | {"model_channels": 40}, "norm_groups 32 does not divide"),
         (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "is [1, 2.5]: it must hold int"),
         (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions: it has"),
-        (
-            formats.unet_from_ldm,
-            SD1 | {"num_res_blocks": [1]},
-            "has 1 entries, but unet.channel_mult",
-        ),
+        (formats.unet_from_ldm, SD1 | {"num_res_blocks": [1]}, "has 1 entries, but unet.channel_mult"),
         (
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"norm_num_groups": 16},

@@ -20,8 +20,14 @@ from tests.sd_jax.weights.test_checkpoints import text_state
 
 # Layers like in 1.x, but with 4 heads instead of the published 8.
 FOUR = UNet(32, (1, 2), 1, (1,), num_heads=4, linear_projections=False, norm_groups=16)
-FIELDS = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1, "num_heads": 4,
-          "attention_resolutions": [2], "num_head_channels": -1}  # fmt: skip
+FIELDS = {
+    "model_channels": 32,
+    "channel_mult": [1, 2],
+    "num_res_blocks": 1,
+    "num_heads": 4,
+    "attention_resolutions": [2],
+    "num_head_channels": -1,
+}
 
 
 @functools.cache
@@ -64,8 +70,7 @@ def test_an_unknown_number_of_attention_heads_is_an_error(file):
 
 
 @pytest.mark.parametrize(
-    "unet",
-    [UNet(), UNet(num_heads=8, linear_projections=False, in_channels=9), UNet(norm_groups=16)],
+    "unet", [UNet(), UNet(num_heads=8, linear_projections=False, in_channels=9), UNet(norm_groups=16)]
 )
 def test_unets_of_published_sizes_are_recognized(unet):
     assert formats.is_published(unet)
@@ -84,8 +89,7 @@ def test_ldms_yaml_gives_heads_scale_size_and_prediction(file, tmp_path):
 @pytest.mark.parametrize("name", ["b.safetensors", "b.npz"])
 @pytest.mark.parametrize("dialect", ["ldm", "nemo"])
 def test_a_file_that_we_wrote_needs_no_config(file, tmp_path, name, dialect):
-    config = of_model(unet_config={"params": FIELDS},
-                      cond_stage_config={"params": {"num_attention_heads": 3}})  # fmt: skip
+    config = of_model(unet_config={"params": FIELDS}, cond_stage_config={"params": {"num_attention_heads": 3}})
     path = written(tmp_path / "v.yaml", config)
     read = checkpoints.load(file, norm_groups=16, config=path)
     read = read._replace(predicts="v", latent_size=96, scale=0.3)
@@ -100,8 +104,10 @@ def test_nemos_config_gives_heads_prediction_and_size(tmp_path):
     torch_writer.save(tmp_path / "w.ckpt", {f"model.{name}": w for name, w in state().items()})
     fields = {"_target_": "UNetModel", **FIELDS, "resblock_gn_groups": 16}
     config = {"unet_config": fields, "parameterization": "v", "image_size": 32}
-    members = {"model_config.yaml": yaml.safe_dump(config).encode(),
-               "model_weights.ckpt": (tmp_path / "w.ckpt").read_bytes()}  # fmt: skip
+    members = {
+        "model_config.yaml": yaml.safe_dump(config).encode(),
+        "model_weights.ckpt": (tmp_path / "w.ckpt").read_bytes(),
+    }
     with tarfile.open(tmp_path / "m.nemo", "w") as tar:
         for name, content in members.items():
             info = tarfile.TarInfo(f"./{name}")
@@ -140,11 +146,7 @@ def test_only_the_requested_parts_are_loaded(file):
 
 def test_written_configs_are_read_back_unchanged():
     text = {"num_attention_heads": 12, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
-    for unet in (
-        FOUR,
-        UNet(),
-        UNet(num_res_blocks=(2, 1), channel_mult=(2, 3), attention_levels=()),
-    ):
+    for unet in (FOUR, UNet(), UNet(num_res_blocks=(2, 1), channel_mult=(2, 3), attention_levels=())):
         facts = LdmSettings(unet, "eps", 96, 0.3, text)
         assert ldm_config.read(json.loads(ldm_config.write(facts, 768))) == facts
 
@@ -156,10 +158,7 @@ def test_written_configs_are_read_back_unchanged():
         ("- 1", "v.yaml is not an LDM config, because it has no model.params.unet_config"),
         (of_model(first_stage_config={}), "it has no model.params.unet_config"),
         (of_model(unet_config={"params": FIELDS}, linear_end=0.02), "linear_end is 0.02, but only"),
-        (
-            of_model(unet_config={"params": FIELDS}, parameterization="x0"),
-            "is 'x0', but only eps and v",
-        ),
+        (of_model(unet_config={"params": FIELDS}, parameterization="x0"), "is 'x0', but only eps and v"),
         (of_model(unet_config={"params": {"a": 1}}), "lacks model_channels, attention_resolutions"),
     ],
 )
@@ -182,6 +181,4 @@ def test_unets_are_compared_by_the_setting_that_determines_their_heads():
     message = r"\(head_dim is 16 in the file, but num_heads is 4 in the config\)"
     with pytest.raises(ValueError, match=message):
         opened._checked(checkpoints.UNetPart(wide, TEXT_WIDTH, {}), FOUR, "a", "UNet")
-    opened._checked(
-        checkpoints.UNetPart(other, TEXT_WIDTH, {}), FOUR, "a", "UNet"
-    )  # Its head_dim has no effect.
+    opened._checked(checkpoints.UNetPart(other, TEXT_WIDTH, {}), FOUR, "a", "UNet")  # Its head_dim has no effect.

@@ -69,30 +69,36 @@ def arrays(rank=2, out=64, width=64):
 LAYOUTS = {
     "peft": (f"{TO_Q}.lora_A.weight", f"{TO_Q}.lora_B.weight"),
     "lora.down": (f"{TO_Q}.lora.down.weight", f"{TO_Q}.lora.up.weight"),
-    "linear layers": (f"{TO_Q}.lora_linear_layer.down.weight",
-                      f"{TO_Q}.lora_linear_layer.up.weight"),
-    "processors": (f"{TO_Q[:-5]}.processor.to_q_lora.down.weight",
-                   f"{TO_Q[:-5]}.processor.to_q_lora.up.weight"),
-    "no prefix": (f"{TO_Q[5:-5]}.processor.to_q_lora.down.weight",
-                  f"{TO_Q[5:-5]}.processor.to_q_lora.up.weight"),
-    "kohya": ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-              "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+    "linear layers": (f"{TO_Q}.lora_linear_layer.down.weight", f"{TO_Q}.lora_linear_layer.up.weight"),
+    "processors": (f"{TO_Q[:-5]}.processor.to_q_lora.down.weight", f"{TO_Q[:-5]}.processor.to_q_lora.up.weight"),
+    "no prefix": (f"{TO_Q[5:-5]}.processor.to_q_lora.down.weight", f"{TO_Q[5:-5]}.processor.to_q_lora.up.weight"),
+    "kohya": (
+        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
+        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
+    ),
     "kohya in LDM's names": (
         "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_up.weight"),
-    "ComfyUI": (f"{TO_Q.replace('unet', 'diffusion_model')}.lora_A.weight",
-                f"{TO_Q.replace('unet', 'diffusion_model')}.lora_B.weight"),
+        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_up.weight",
+    ),
+    "ComfyUI": (
+        f"{TO_Q.replace('unet', 'diffusion_model')}.lora_A.weight",
+        f"{TO_Q.replace('unet', 'diffusion_model')}.lora_B.weight",
+    ),
     "ComfyUI in LDM's names": (
         "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_down.weight",
-        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_up.weight"),
-    "LyCORIS": ("lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-                "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_up.weight",
+    ),
+    "LyCORIS": (
+        "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
+        "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
+    ),
     "LyCORIS unet": (
         "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
+    ),
     "another adapter's name": (f"{TO_Q}.lora_A.cat.weight", f"{TO_Q}.lora_B.cat.weight"),
     "a name with hyphens": (f"{TO_Q}.lora_A.a-cat 2.weight", f"{TO_Q}.lora_B.a-cat 2.weight"),
-}  # fmt: skip
+}
 
 
 def q_of(checkpoint):
@@ -102,9 +108,7 @@ def q_of(checkpoint):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora_files_with_every_layout_of_names_can_be_read(opened, tmp_path, layout):
     down, up = arrays()
-    torch_weights.write(
-        tmp_path / "a.safetensors", dict(zip(LAYOUTS[layout], (down, up), strict=True))
-    )
+    torch_weights.write(tmp_path / "a.safetensors", dict(zip(LAYOUTS[layout], (down, up), strict=True)))
     merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
     np.testing.assert_allclose(q_of(merged) - q_of(opened), (up @ down).T, atol=2e-6)
 
@@ -120,9 +124,7 @@ def test_lora_files_with_every_layout_of_names_can_be_read(opened, tmp_path, lay
         (None, None, 1.0),
     ],
 )
-def test_alpha_comes_from_arrays_or_metadata_and_defaults_to_the_rank(
-    opened, tmp_path, alpha, adapter_config, scale
-):
+def test_alpha_comes_from_arrays_or_metadata_and_defaults_to_the_rank(opened, tmp_path, alpha, adapter_config, scale):
     down, up = arrays()
     state = dict(zip(LAYOUTS["peft"], (down, up), strict=True))
     state |= {f"{TO_Q}.alpha": np.array(alpha, "f4")} if alpha else {}
@@ -158,9 +160,7 @@ def test_the_config_of_a_peft_folder_sets_its_scale(opened, tmp_path, config, sc
 
 
 def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
-    torch_weights.write(
-        tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
-    )
+    torch_weights.write(tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True)))
     with pytest.raises(ValueError, match=r"adapter_config\.json, which holds alpha, is also need"):
         lora_files.apply([str(tmp_path)], opened)
 
@@ -168,19 +168,13 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (
-            {"a.x": (2, 2)},
-            "not a LoRA, LoHa or LoKr: 1 of 1 arrays have unknown names, such as a.x",
-        ),
+        ({"a.x": (2, 2)}, "not a LoRA, LoHa or LoKr: 1 of 1 arrays have unknown names, such as a.x"),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64)},
             "is not a LoRA, LoHa or LoKr: 1 of 1 layers lack factors or mix kinds, such",
         ),
         *(
-            (
-                {f"{TO_Q}.lora_A.weight": (2, 64), name: (2,)},
-                f"is {family}, not a LoRA, LoHa or LoKr of named",
-            )
+            ({f"{TO_Q}.lora_A.weight": (2, 64), name: (2,)}, f"is {family}, not a LoRA, LoHa or LoKr of named")
             for name, family in {
                 "oft_unet_a.oft_blocks": "OFT",
                 "lora_unet_a.diff": "a set of weight differences",
@@ -248,10 +242,7 @@ def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
             r"\[64, 64\]",
         ),
         (
-            {
-                f"lora_te_text_model_encoder_layers_0_mlp_fc1.lora_{half}.weight": (2, 2)
-                for half in ("down", "up")
-            },
+            {f"lora_te_text_model_encoder_layers_0_mlp_fc1.lora_{half}.weight": (2, 2) for half in ("down", "up")},
             "changes the text encoder, but the model has none: choose another model",
         ),
     ],
@@ -268,10 +259,7 @@ def test_lora_arrays_that_do_not_fit_are_errors_of_one_line(opened, tmp_path, st
     ("config", "message"),
     [
         *(
-            (
-                {"init_lora_weights": init},
-                f"with init_lora_weights='{init}', which changes the base",
-            )
+            ({"init_lora_weights": init}, f"with init_lora_weights='{init}', which changes the base")
             for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new")
         ),
         ({"use_dora": True}, "with use_dora=True, but has layers without magnitudes"),
@@ -281,9 +269,7 @@ def test_lora_arrays_that_do_not_fit_are_errors_of_one_line(opened, tmp_path, st
         ({"peft_type": "OFT"}, "is an adapter of the type OFT, not LORA, LOHA, LOKR"),
     ],
 )
-def test_adapters_other_than_plain_lora_are_errors_that_name_them(
-    opened, tmp_path, config, message
-):
+def test_adapters_other_than_plain_lora_are_errors_that_name_them(opened, tmp_path, config, message):
     weights = tmp_path / "adapter_model.safetensors"
     torch_weights.write(weights, dict(zip(PEFTS_OWN, arrays(), strict=True)))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2} | config))
@@ -299,9 +285,7 @@ def test_adapters_other_than_plain_lora_are_errors_that_name_them(
 
 @pytest.mark.parametrize("init", [True, "gaussian", "eva", "orthogonal"])
 def test_initializations_that_do_not_change_the_base_are_allowed(opened, tmp_path, init):
-    torch_weights.write(
-        tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
-    )
+    torch_weights.write(tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True)))
     config = {"lora_alpha": 2, "init_lora_weights": init, "modules_to_save": None, "bias": "none"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora_files.apply([str(tmp_path)], opened)
@@ -311,12 +295,8 @@ def test_initializations_that_do_not_change_the_base_are_allowed(opened, tmp_pat
 def test_factors_that_are_not_finite_are_errors(opened, tmp_path, value):
     down, up = arrays()
     down[1, 2] = value
-    torch_weights.write(
-        tmp_path / "a.safetensors", dict(zip(LAYOUTS["peft"], (down, up), strict=True))
-    )
-    message = (
-        r"a.safetensors: 1 of 2 arrays hold NaN or infinite values, such as unet\.mid_.*lora_A"
-    )
+    torch_weights.write(tmp_path / "a.safetensors", dict(zip(LAYOUTS["peft"], (down, up), strict=True)))
+    message = r"a.safetensors: 1 of 2 arrays hold NaN or infinite values, such as unet\.mid_.*lora_A"
     with pytest.raises(ValueError, match=message):
         lora_files.apply([str(tmp_path / "a.safetensors")], opened)
 
@@ -324,9 +304,7 @@ def test_factors_that_are_not_finite_are_errors(opened, tmp_path, value):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_16_bit_and_8_bit_factors_can_be_read(opened, tmp_path, dtype):
     down, up = (array.astype(jnp.dtype(dtype)) for array in arrays())
-    torch_weights.write(
-        tmp_path / "a.safetensors", dict(zip(LAYOUTS["kohya"], (down, up), strict=True))
-    )
+    torch_weights.write(tmp_path / "a.safetensors", dict(zip(LAYOUTS["kohya"], (down, up), strict=True)))
     merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
     product = (up.astype("f4") @ down.astype("f4")).T
     np.testing.assert_allclose(q_of(merged) - q_of(opened), product, atol=2e-6)
@@ -342,9 +320,7 @@ def test_the_middle_factor_of_a_convolution_is_used(opened, tmp_path):
     conv = lambda c: np.asarray(c.unet.params["params"]["mid_res_0"]["conv1"]["kernel"])
     down, up = (factors[k][..., 0, 0] for k in ("down", "up"))
     change = np.stack([[up @ factors["mid"][..., y, x] @ down for x in range(3)] for y in range(3)])
-    np.testing.assert_allclose(
-        conv(merged) - conv(opened), 2 * change.transpose(0, 1, 3, 2), atol=2e-5
-    )
+    np.testing.assert_allclose(conv(merged) - conv(opened), 2 * change.transpose(0, 1, 3, 2), atol=2e-5)
 
 
 def test_a_lora_file_in_a_folder_is_found_with_any_name(opened, tmp_path):
@@ -356,9 +332,7 @@ def test_a_lora_file_in_a_folder_is_found_with_any_name(opened, tmp_path):
         write(folder / name, state)
         (folder / "README.md").write_text("a LoRA")
         merged = lora_files.apply([str(folder)], opened)
-        np.testing.assert_allclose(
-            q_of(merged) - q_of(opened), (arrays()[1] @ arrays()[0]).T, atol=2e-6
-        )
+        np.testing.assert_allclose(q_of(merged) - q_of(opened), (arrays()[1] @ arrays()[0]).T, atol=2e-6)
     torch_writer.save(folder / "other.bin", state)
     with pytest.raises(ValueError, match=r"holds 2 files: name one of lora\.pt, other\.bin$"):
         lora_files.apply([str(folder)], opened)

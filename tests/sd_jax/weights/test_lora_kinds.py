@@ -49,9 +49,7 @@ def test_a_merged_weight_equals_that_of_the_reference(tmp_path, case):
     assert np.abs(merged - weight).max() > 0.1
     # Both compute in float32, in another order. Measured: up to 5e-7.
     np.testing.assert_allclose(lora_kinds.changed(layer, weight, 1.0), merged, atol=2e-6)
-    np.testing.assert_allclose(
-        lora_kinds.changed(layer, weight, -0.5), weight - 0.5 * (merged - weight), atol=2e-6
-    )
+    np.testing.assert_allclose(lora_kinds.changed(layer, weight, -0.5), weight - 0.5 * (merged - weight), atol=2e-6)
 
 
 def test_every_case_of_the_fixture_is_compared():

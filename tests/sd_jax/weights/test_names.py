@@ -40,9 +40,7 @@ def shapes_in_torch(table, abstract):
     ("name", "unet", "text_width", "parameters"),
     [("unet_v1", V1, 768, 859_520_964), ("unet_v2", MLPERF, 1024, 865_910_724)],
 )
-def test_whole_unets_have_the_reference_names_shapes_and_counts(
-    name, unet, text_width, parameters, dialect
-):
+def test_whole_unets_have_the_reference_names_shapes_and_counts(name, unet, text_width, parameters, dialect):
     abstract = abstract_unet(unet, text_width)
     shapes, count = shapes_in_torch(names.unet_table(abstract, unet, dialect), abstract)
     assert count == parameters and len(shapes) == 686

@@ -91,10 +91,12 @@ DAMAGED = {
     "a VAE of diffusers without levels": {"encoder.conv_norm_out.weight": (4,)},
     "a UNet without levels": {"out.2.weight": (4, 4), "a.attn2.to_k.weight": (4, 4)},
     "a UNet with an empty array": {
-        "out.2.weight": (4, 4), "a.attn2.to_k.weight": (4, 4),
-        "input_blocks.0.0.weight": (0, 4, 3, 3), "input_blocks.1.0.emb_layers.1.bias": (4,),
+        "out.2.weight": (4, 4),
+        "a.attn2.to_k.weight": (4, 4),
+        "input_blocks.0.0.weight": (0, 4, 3, 3),
+        "input_blocks.1.0.emb_layers.1.bias": (4,),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("use", [*READERS, "LoRA"])

@@ -62,9 +62,7 @@ def test_times_and_samples_match_those_of_diffusers(case):
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
     draws = images(SAVED["draws"])
     sampler = s.method.sampler
-    run = jax.jit(
-        lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__)
-    )
+    run = jax.jit(lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__))
     actual = samplers.to_variance_preserving(run(images(SAVED["xT"]) * start), grid.sigmas[-1])
     expected = images(SAVED[str(case)])
     error = float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())

@@ -19,8 +19,6 @@ def test_convert_prints_what_it_mapped_and_verifies_the_result(tmp_path):
     flags = ("--names=nemo", "--norm_groups=16", f"--config={tmp_path / 'ldm.yaml'}")
     ended = run("convert", f"--from={tmp_path / 'mlperf.npz'}", f"--to={target}", *flags)
     assert ended.code == 0, ended.err
-    assert (
-        ended.out.splitlines()[-1] == f"{target}: written and read back, the same to the last bit"
-    )
+    assert ended.out.splitlines()[-1] == f"{target}: written and read back, the same to the last bit"
     assert ended.out.startswith("unet: 168 arrays (ldm), ")
     assert checkpoints.load(target).unet.network == WIDE.clone(norm_groups=16)

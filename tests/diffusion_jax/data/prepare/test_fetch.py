@@ -122,16 +122,17 @@ CHANGED = CONTENT[::-1]
     "old, new, second",
     [
         ({"ETag": TAG}, {"ETag": '"v1"'}, len(CONTENT) // 2),
-        ({"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"},
-         {"Last-Modified": "Fri, 02 Jan 2026 00:00:00 GMT"}, len(CONTENT) // 2),
+        (
+            {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"},
+            {"Last-Modified": "Fri, 02 Jan 2026 00:00:00 GMT"},
+            len(CONTENT) // 2,
+        ),
         ({"ETag": 'W/"v0"'}, {"ETag": 'W/"v0"'}, 0),
         ({}, {}, 0),
     ],
     ids=["ETag", "Last-Modified", "weak ETag", "no mark"],
-)  # fmt: skip
-def test_a_file_that_changes_during_its_download_is_downloaded_again(
-    server, tmp_path, monkeypatch, old, new, second
-):
+)
+def test_a_file_that_changes_during_its_download_is_downloaded_again(server, tmp_path, monkeypatch, old, new, second):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.marks = old
     change = lambda: (setattr(server, "content", CHANGED), setattr(server, "marks", new))

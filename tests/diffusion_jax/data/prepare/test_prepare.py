@@ -97,9 +97,7 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     assert run(*arguments, "--max_broken=0.05") == 1
     assert "error: 1 of 11 records are unusable" in capsys.readouterr().err
     assert others.exists()
-    assert sorted(p.name for p in others.parents[1].iterdir()) == [
-        "parts", "report.json", "samples.png"
-    ]  # fmt: skip
+    assert sorted(p.name for p in others.parents[1].iterdir()) == ["parts", "report.json", "samples.png"]
 
 
 def test_resharded_data_can_be_indexed_and_validated(folder, tmp_path, capsys):
@@ -122,8 +120,14 @@ def test_reshard_logs_how_many_shards_are_already_done(folder, tmp_path):
 
 
 def test_download_dry_run_prints_the_img2dataset_call_with_extra_arguments(capsys):
-    arguments = ("download", "--urls=laion", "--out=shards", "--size=256", "--dry_run",
-                 "--save_additional_columns=[similarity]")  # fmt: skip
+    arguments = (
+        "download",
+        "--urls=laion",
+        "--out=shards",
+        "--size=256",
+        "--dry_run",
+        "--save_additional_columns=[similarity]",
+    )
     assert run(*arguments) == 0
     call = capsys.readouterr().out
     assert call.startswith("img2dataset --url_list=laion --input_format=parquet --url_col=URL ")

@@ -45,9 +45,7 @@ def write(folder, out, format="webdataset", **kw):
 def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
     counts = write(folder, tmp_path, format)
     assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
-    expected = [
-        pair for pair in contents(open_folder(folder, uncaptioned="drop")) if pair[0] != b"GIF89a"
-    ]
+    expected = [pair for pair in contents(open_folder(folder, uncaptioned="drop")) if pair[0] != b"GIF89a"]
     assert contents(READERS[format](tmp_path)) == expected
     suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
     # Nine records with texts, in shards of 4, 4 and 1.
@@ -95,18 +93,14 @@ def test_reshard_keeps_embeddings(tmp_path):
     path = digits.write_examples(tmp_path / "a", 3, size=8)
     for i, text in enumerate(sorted(path.glob("*.txt"))):
         np.save(text.with_suffix(".npy"), np.full((2, 4), i, np.float16))
-    reshard.reshard(
-        open_folder(path, "npy"), tmp_path / "b", num=9, format="webdataset", identity={}
-    )
+    reshard.reshard(open_folder(path, "npy"), tmp_path / "b", num=9, format="webdataset", identity={})
     texts = open_tars(tmp_path / "b", "npy").texts([0, 1, 2])
     np.testing.assert_array_equal(texts, np.arange(3)[:, None, None] * np.ones((3, 2, 4)))
 
 
 def test_reshard_with_other_or_invalid_settings_is_an_error(folder, tmp_path):
     write(folder, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"started with other settings \(num: 4 stored, 5 requested\)"
-    ):
+    with pytest.raises(ValueError, match=r"started with other settings \(num: 4 stored, 5 requested\)"):
         write(folder, tmp_path, num=5)
     with pytest.raises(ValueError, match="format is 'zip': choose from webdataset, arrayrecord"):
         write(folder, tmp_path, format="zip")

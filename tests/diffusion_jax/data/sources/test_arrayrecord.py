@@ -27,8 +27,7 @@ def test_records_of_several_files_are_read_in_the_requested_order(tmp_path):
     records = open_files(tmp_path)
     assert len(records) == 6
     read = records.read([5, 0, 2, 5])
-    assert [(r.image, r.text) for r in read] == [
-        (b"22", "t2"), (b"00", "t0"), (b"11", "t1"), (b"22", "t2")]  # fmt: skip
+    assert [(r.image, r.text) for r in read] == [(b"22", "t2"), (b"00", "t0"), (b"11", "t1"), (b"22", "t2")]
     assert read[0].name == f"{tmp_path}/s-2.array_record/2"
     assert len(open_files(f"{tmp_path}/s-{{0,2}}.array_record")) == 4
 
@@ -40,12 +39,8 @@ def test_image_caption_and_embedding_features_can_have_other_names(tmp_path):
     path = write(tmp_path / "a.array_record-00000-of-00001", features)
     record = open_files(path, "caption").read([0])[0]
     assert (record.image, record.text, record.name) == (b"x", "words", f"{path}/0 (a/7)")
-    np.testing.assert_array_equal(
-        open_files(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32)
-    )
-    with pytest.raises(
-        ValueError, match=r"no feature txt: it has __key__, caption, image, t5\.npy"
-    ):
+    np.testing.assert_array_equal(open_files(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32))
+    with pytest.raises(ValueError, match=r"no feature txt: it has __key__, caption, image, t5\.npy"):
         open_files(path)
 
 
@@ -144,9 +139,7 @@ def test_protobuf_can_decode_encoded_features(example):
     features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
     message = example.FromString(tf_examples.encode(features))
     read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
-    assert {name: list(values) for name, values in read.items()} == {
-        name: [value] for name, value in features.items()
-    }
+    assert {name: list(values) for name, values in read.items()} == {name: [value] for name, value in features.items()}
     assert tf_examples.decode(tf_examples.encode(features)) == {k: [v] for k, v in features.items()}
 
 

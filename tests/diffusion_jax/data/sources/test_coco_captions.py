@@ -48,9 +48,7 @@ def test_coco_captions_are_read_by_name_at_random_positions(coco):
 def test_coco_captions_can_be_prompts(coco):
     captions = [f"number {i}, caption 0" for i in range(52, 60)]
     assert sorted(prompts.read(NAME)) == captions
-    assert prompts.read(NAME, 3) == prompts.read(NAME, 3) and set(prompts.read(NAME, 3)) < {
-        *captions
-    }
+    assert prompts.read(NAME, 3) == prompts.read(NAME, 3) and set(prompts.read(NAME, 3)) < {*captions}
 
 
 def test_coco_pictures_can_be_reference_images_of_metrics(coco):
@@ -66,9 +64,15 @@ def test_coco_pictures_can_be_reference_images_of_metrics(coco):
 
 def test_train_accepts_coco_captions(coco, tmp_path):
     ended = commands.run(
-        "train", *TINY, f"--workdir={tmp_path}/run", "--config.steps=4", "--config.save_every=4",
-        "--config.data.source=tfds", f"--config.data.path={coco}@train",
-        "--config.data.text=captions/text", devices=1,
-    )  # fmt: skip
+        "train",
+        *TINY,
+        f"--workdir={tmp_path}/run",
+        "--config.steps=4",
+        "--config.save_every=4",
+        "--config.data.source=tfds",
+        f"--config.data.path={coco}@train",
+        "--config.data.text=captions/text",
+        devices=1,
+    )
     assert ended.code == 0, ended.err
     assert (tmp_path / "run/checkpoints/4").is_dir()

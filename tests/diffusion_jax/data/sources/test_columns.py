@@ -31,9 +31,11 @@ def write_arrow(path, images, texts, content=None, rows=None, **options):
 
 def test_arrow_files_of_save_to_disk_are_read(tmp_path):
     (tmp_path / "outside.jpg").write_bytes(b"third")
-    write_arrow(tmp_path / "data-00000-of-00002.arrow",
-                [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}],
-                [" one", None])  # fmt: skip
+    write_arrow(
+        tmp_path / "data-00000-of-00002.arrow",
+        [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}],
+        [" one", None],
+    )
     outside = {"bytes": None, "path": "outside.jpg"}
     write_arrow(tmp_path / "data-00001-of-00002.arrow", [outside], ["three"])
     records = open_saved(tmp_path)
@@ -42,9 +44,7 @@ def test_arrow_files_of_save_to_disk_are_read(tmp_path):
     assert (first.image, first.text) == (b"first", "one")
     assert second.image == b"second"
     assert isinstance(second.text, Unusable) and second.text.reason == "no_caption"
-    with pytest.raises(
-        ValueError, match=r"data\.text is 'caption', but .* has only the columns image, text: set"
-    ):
+    with pytest.raises(ValueError, match=r"data\.text is 'caption', but .* has only the columns image, text: set"):
         open_saved(tmp_path, "caption")
 
 
@@ -127,9 +127,7 @@ def test_a_run_goes_on_with_its_rows_when_tables_come_that_are_compressed(tmp_pa
     assert len(open_saved(data)) == 27
 
 
-def test_the_path_of_a_picture_is_relative_to_the_folder_or_to_the_current_one(
-    tmp_path, monkeypatch
-):
+def test_the_path_of_a_picture_is_relative_to_the_folder_or_to_the_current_one(tmp_path, monkeypatch):
     for folder in ("data", "here"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -156,9 +154,7 @@ def test_a_table_without_rows_or_an_image_column_is_an_error():
     with pytest.raises(ValueError, match=r"t has no image column, but only the columns text: "):
         rows_of(table, "text")
     table = table.append_column("jpg", pyarrow.array([b"x"]))
-    with pytest.raises(
-        ValueError, match=r"text, jpg: if jpg holds .* cast_column\('jpg', datasets"
-    ):
+    with pytest.raises(ValueError, match=r"text, jpg: if jpg holds .* cast_column\('jpg', datasets"):
         rows_of(table, "text")
     with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
         rows_of(table[:0], "text")
@@ -181,31 +177,31 @@ def prepared(tmp_path_factory):
     folder.mkdir()
     name = "tensorflow_datasets.core.features."
     text = {"pythonClassName": name + "text_feature.Text", "text": {}}
-    image = {"pythonClassName": name + "image_feature.Image",
-             "image": {"dtype": "uint8", "shape": {"dimensions": ["-1", "-1", "3"]}}}  # fmt: skip
-    nested = {
-        "pythonClassName": name + "features_dict.FeaturesDict",
-        "featuresDict": {"features": {"text": text}},
+    image = {
+        "pythonClassName": name + "image_feature.Image",
+        "image": {"dtype": "uint8", "shape": {"dimensions": ["-1", "-1", "3"]}},
     }
-    several = {"pythonClassName": name + "sequence_feature.Sequence",
-               "sequence": {"feature": nested, "length": "-1"}}  # fmt: skip
+    nested = {"pythonClassName": name + "features_dict.FeaturesDict", "featuresDict": {"features": {"text": text}}}
+    several = {"pythonClassName": name + "sequence_feature.Sequence", "sequence": {"feature": nested, "length": "-1"}}
     features = {"image": image, "caption": text, "captions": several}
     top = {"pythonClassName": nested["pythonClassName"], "featuresDict": {"features": features}}
     (folder / "features.json").write_text(json.dumps(top))
-    split = {"name": "train", "numBytes": "9", "shardLengths": ["3"],
-             "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}  # fmt: skip
+    split = {
+        "name": "train",
+        "numBytes": "9",
+        "shardLengths": ["3"],
+        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+    }
     info = {"fileFormat": "array_record", "name": "tiny", "version": "1.0.0", "splits": [split]}
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    rows = ({"image": b"image %d" % i, "caption": b" number %d" % i, "captions/text": b"c%d" % i}
-            for i in range(3))  # fmt: skip
+    rows = ({"image": b"image %d" % i, "caption": b" number %d" % i, "captions/text": b"c%d" % i} for i in range(3))
     arrayrecord.write(folder / "tiny-train.array_record-00000-of-00001", rows)
     return folder
 
 
 def test_tfds_array_records_and_splits_are_read_without_tensorflow(prepared):
     records = open_split(f"{prepared}@train")
-    assert [(r.image, r.text) for r in records.read([2, 0])] == [
-        (b"image 2", "number 2"), (b"image 0", "number 0")]  # fmt: skip
+    assert [(r.image, r.text) for r in records.read([2, 0])] == [(b"image 2", "number 2"), (b"image 0", "number 0")]
     nested = open_split(f"{prepared}@train[1:]", "captions/text")
     assert [record.text for record in nested.read([0, 1])] == ["c1", "c2"]
 
@@ -214,9 +210,7 @@ def test_all_captions_of_a_tfds_example_are_read_with_weights(prepared, tmp_path
     shutil.copytree(prepared, folder := tmp_path / "1.0.0")
     example = tf_examples.Example()
     feature = example.features.feature
-    for name, values in (
-        ("image", [b"image"]), ("caption", [b"one"]), ("captions/text", [b"two", b" three"])
-    ):  # fmt: skip
+    for name, values in (("image", [b"image"]), ("caption", [b"one"]), ("captions/text", [b"two", b" three"])):
         feature[name].bytes_list.value.extend(values)
     info = json.loads((folder / "dataset_info.json").read_text())
     info["splits"][0]["shardLengths"] = ["1"]
@@ -263,13 +257,12 @@ def tf_records(prepared, tmp_path_factory):
     info["fileFormat"], info["splits"][0]["shardLengths"] = "tfrecord", ["2", "3"]
     (folder / "dataset_info.json").write_text(json.dumps(info))
     for shard, numbers in enumerate((range(2), range(2, 5))):
-        rows = [{"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i,
-                 "captions/text": b"c%d" % i} for i in numbers]  # fmt: skip
-        frames = [tf_examples.encode(row) for row in rows]
-        contents = [
-            struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tf_examples.checksum(f))
-            for f in frames
+        rows = [
+            {"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i, "captions/text": b"c%d" % i}
+            for i in numbers
         ]
+        frames = [tf_examples.encode(row) for row in rows]
+        contents = [struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tf_examples.checksum(f)) for f in frames]
         (folder / f"tiny-train.tfrecord-0000{shard}-of-00002").write_bytes(b"".join(contents))
     return folder
 
@@ -278,8 +271,10 @@ def test_tf_records_are_read_at_random_positions_without_tensorflow(tf_records):
     loaded = "tensorflow" in sys.modules  # Other tests may have imported it.
     records = open_split(f"{tf_records}@train")
     assert [(r.image, r.text) for r in records.read([4, 0, 2])] == [
-        (b"image 4" * 5, "number 4"), (b"image 0", "number 0"), (b"image 2" * 3, "number 2")
-    ]  # fmt: skip
+        (b"image 4" * 5, "number 4"),
+        (b"image 0", "number 0"),
+        (b"image 2" * 3, "number 2"),
+    ]
     part = open_split(f"{tf_records}@train[1:4]", "captions/text")
     assert [record.text for record in part.read(range(len(part)))] == ["c1", "c2", "c3"]
     assert ("tensorflow" in sys.modules) == loaded
@@ -327,22 +322,16 @@ def test_a_damaged_array_record_of_tfds_makes_only_this_record_unusable(prepared
     records = open_split(f"{tmp_path}/1.0.0@train").read(range(3))
     assert [record.image for record in records] == [b"image 0", b"", b"image 2"]
     assert records[1].text.reason == "broken_record" and records[2].text == "number 2"
-    assert [record.name for record in records[:2]] == [
-        f"{tmp_path}/1.0.0@train, {i}" for i in (0, 1)
-    ]
+    assert [record.name for record in records[:2]] == [f"{tmp_path}/1.0.0@train, {i}" for i in (0, 1)]
 
 
 def test_truncated_tf_records_and_unsupported_formats_are_errors(tf_records, tmp_path):
     shutil.copytree(tf_records, tmp_path / "1.0.0")
     file = tmp_path / "1.0.0/tiny-train.tfrecord-00001-of-00002"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(
-        ValueError, match=r"tfrecord-00001-of-00002 is not a complete TFRecord file"
-    ):
+    with pytest.raises(ValueError, match=r"tfrecord-00001-of-00002 is not a complete TFRecord file"):
         open_split(f"{tmp_path}/1.0.0@train")
-    info = json.loads((tmp_path / "1.0.0/dataset_info.json").read_text()) | {
-        "fileFormat": "riegeli"
-    }
+    info = json.loads((tmp_path / "1.0.0/dataset_info.json").read_text()) | {"fileFormat": "riegeli"}
     (tmp_path / "1.0.0/dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match="the file format RIEGELI has no random access"):
         open_split(f"{tmp_path}/1.0.0@train")

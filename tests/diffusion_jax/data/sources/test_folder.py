@@ -25,8 +25,7 @@ def test_images_of_all_subfolders_are_read_in_order_of_their_names(tmp_path):
         path.write_bytes(name.encode())
         path.with_suffix(".txt").write_text(f"text of {name}\n")
     records = open_folder(tmp_path)
-    assert [r.name for r in records.read(range(len(records)))] == [
-        "a/10.webp", "a/9.jpeg", "b/2.PNG", "c.d.jpg"]  # fmt: skip
+    assert [r.name for r in records.read(range(len(records)))] == ["a/10.webp", "a/9.jpeg", "b/2.PNG", "c.d.jpg"]
     assert records.read([3])[0][:3] == (b"c.d.jpg", "text of c.d.jpg", "c.d.jpg")
 
 
@@ -52,9 +51,7 @@ def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"found tar\.gz; check the path$"):
         open_folder(tmp_path)
     (tmp_path / "a.tar").touch()
-    with pytest.raises(
-        ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"
-    ):
+    with pytest.raises(ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"):
         open_folder(tmp_path)
 
 
@@ -85,9 +82,7 @@ def test_invalid_uncaptioned_and_text_settings_are_errors(folder):
         open_folder(folder, uncaptioned="ignore")
     with pytest.raises(ValueError, match=r"files with suffix 'pickle' are pickles.*docs/data\.md"):
         open_folder(folder, text="pickle")
-    with pytest.raises(
-        ValueError, match=r"data\.text is 'json': add the field's name, such as json:c"
-    ):
+    with pytest.raises(ValueError, match=r"data\.text is 'json': add the field's name, such as json:c"):
         open_folder(folder, text="json")
     with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or csv or"):
         open_folder(folder, text="txt:caption")
@@ -118,8 +113,10 @@ def test_linked_folders_and_files_are_followed_once(tmp_path):
         (data / f"3.{suffix}").symlink_to(tmp_path / f"one/3.{suffix}")
     records = open_folder(data)
     assert [(r.name, r.text) for r in records.read(range(len(records)))] == [
-        ("0_linked/deep/1.png", "elsewhere/deep/1.png"), ("3.png", "one/3.png"),
-        ("sub/2.png", "data/sub/2.png")]  # fmt: skip
+        ("0_linked/deep/1.png", "elsewhere/deep/1.png"),
+        ("3.png", "one/3.png"),
+        ("sub/2.png", "data/sub/2.png"),
+    ]
     # Three loops, a second link to the same folder, and two broken links.
     assert records.left_out() == {"link": 6}
 
@@ -157,11 +154,7 @@ def test_files_without_read_permission_are_skipped_as_unreadable(folder, monkeyp
     monkeypatch.setattr(reading, "open", refuse, raising=False)
     texts = [record.text for record in open_folder(folder).read(range(4))]
     assert isinstance(open_folder(folder).texts([2])[0], Unusable)
-    assert [isinstance(t, Unusable) and t.reason for t in texts] == [
-        False,
-        *["unreadable"] * 2,
-        False,
-    ]
+    assert [isinstance(t, Unusable) and t.reason for t in texts] == [False, *["unreadable"] * 2, False]
     with monkeypatch.context() as patched:
         patched.delattr(reading, "open")  # Another import finds that the text may be read now.
         assert isinstance(open_folder(folder).texts([2])[0], str)
@@ -193,8 +186,7 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
     [
         # The text of z.jpg is not that of z.jpg.webp.
         (["z.jpg", "z.jpg.txt", "z.jpg.webp"], {"z.jpg": "z.jpg.txt"}),
-        (["z.jpg", "z.txt", "z.jpg.webp", "z.jpg.webp.txt"],
-         {"z.jpg": "z.txt", "z.jpg.webp": "z.jpg.webp.txt"}),
+        (["z.jpg", "z.txt", "z.jpg.webp", "z.jpg.webp.txt"], {"z.jpg": "z.txt", "z.jpg.webp": "z.jpg.webp.txt"}),
         (["Z.JPG", "z.jpg.txt", "z.jpg.webp"], {"Z.JPG": "z.jpg.txt"}),
         (["caf\u00e9.png", "cafe\u0301.txt"], {"caf\u00e9.png": "cafe\u0301.txt"}),
         (["A.png", "a.TXT"], {"A.png": "a.TXT"}),
@@ -206,7 +198,7 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
         (["Ab.png", "ab.txt", "aB.txt", "b.png", "b.txt"], {"b.png": "b.txt"}),  # Which of two?
         (["\u00e9.png", "\u00c9.png", "e\u0301.txt", "z.png", "z.txt"], {"z.png": "z.txt"}),
     ],
-)  # fmt: skip
+)
 def test_a_picture_has_the_text_of_its_own_name(tmp_path, texts, expected):
     for name in texts:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -217,9 +209,7 @@ def test_a_picture_has_the_text_of_its_own_name(tmp_path, texts, expected):
 
 def test_the_error_for_heic_images_names_the_package_to_install(tmp_path):
     (tmp_path / "1.HEIC").touch()
-    with pytest.raises(
-        ValueError, match=r"found heic; check the path, or install pillow-heif, whi"
-    ):
+    with pytest.raises(ValueError, match=r"found heic; check the path, or install pillow-heif, whi"):
         open_folder(tmp_path)
 
 

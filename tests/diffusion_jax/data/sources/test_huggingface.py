@@ -92,15 +92,11 @@ def test_every_layout_is_read_with_pictures_and_captions(written, source, path, 
 def test_an_import_prints_the_source_that_opens_its_table(written, tmp_path, capsys):
     saved = f"huggingface:{written}/saved@train::text"
     data_command.main(["import", saved, f"--out={tmp_path}/out"])
-    assert (
-        f"--config.data.source=arrow --config.data.path={tmp_path}/out" in capsys.readouterr().out
-    )
+    assert f"--config.data.source=arrow --config.data.path={tmp_path}/out" in capsys.readouterr().out
 
 
 def test_pictures_of_parquet_are_read_at_their_places_in_the_cache_of_datasets(written, cache):
-    opened = lambda split: arrow.open_any(
-        Data("huggingface", f"{written}/clone@{split}", "text"), TaskShapes(8)
-    )
+    opened = lambda split: arrow.open_any(Data("huggingface", f"{written}/clone@{split}", "text"), TaskShapes(8))
     table = opened("train[2:4]")
     for place, record in zip(table.places([0, 1]), table.read([0, 1]), strict=True):
         contents = (cache / place.file).read_bytes()
@@ -163,12 +159,7 @@ def test_captions_of_a_hugging_face_data_set_can_be_prompts(written):
             "caption",
             r"data\.text is 'caption', but .*clone@train has only the columns text, image: set",
         ),
-        (
-            "huggingface",
-            "saved",
-            "text",
-            r"splits of .*: test, train\): choose a split as .*@SPLIT",
-        ),
+        ("huggingface", "saved", "text", r"splits of .*: test, train\): choose a split as .*@SPLIT"),
         ("arrow", "clone", "text", r"no \.arrow files in .* with the source 'huggingface'"),
     ],
 )
@@ -187,9 +178,7 @@ def test_parquet_with_paths_of_missing_images_is_an_error(tmp_path):
     rows.to_parquet(tmp_path / "paths.parquet")  # The file holds the path, not the image.
     assert read("huggingface", tmp_path / "paths.parquet") == [(1, "a")]
     (tmp_path / "a.png").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"stores the paths of its images, and .*a\.png does not exist"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"stores the paths of its images, and .*a\.png does not exist"):
         sources.open_records(Data("huggingface", f"{tmp_path}/paths.parquet", "text"))
 
 

@@ -51,9 +51,7 @@ def test_a_path_that_names_a_table_leaves_out_the_others(tmp_path):
     assert names == ["train/a.png", "val/b.png"]  # The captions are in the table of the folder.
     with pytest.raises(ValueError, match=r"1 of 2 images have no text .*: val/b\.png"):
         open_folder(tmp_path / "train.csv", "csv:text")
-    message = (
-        r"data\.path is the file .*train\.csv, but data\.text is 'txt': name a folder or, with"
-    )
+    message = r"data\.path is the file .*train\.csv, but data\.text is 'txt': name a folder or, with"
     with pytest.raises(ValueError, match=message):
         open_folder(tmp_path / "train.csv", "txt")
 
@@ -73,10 +71,7 @@ def test_the_layout_of_img2dataset_is_read(tmp_path):
         "00000/000000002.jpg": "caption 2",
         "00001/000010000.webp": "caption 10000",
     }
-    with pytest.raises(
-        ValueError,
-        match=r"a value of 'text'; the columns are caption, key, status",
-    ):
+    with pytest.raises(ValueError, match=r"a value of 'text'; the columns are caption, key, status"):
         open_folder(tmp_path, text="parquet:text")
 
 
@@ -87,10 +82,7 @@ def test_captions_are_read_from_json_files_beside_images(tmp_path):
     (tmp_path / "c.json").write_text('{"caption"')
     captions = list(texts(open_folder(tmp_path, text="json:caption")).values())
     assert captions[0] == "one"
-    assert [text.reason for text in captions[1:] if isinstance(text, Unusable)] == [
-        "no_caption",
-        "broken_text",
-    ]
+    assert [text.reason for text in captions[1:] if isinstance(text, Unusable)] == ["no_caption", "broken_text"]
 
 
 def test_missing_tables_and_columns_and_damaged_lines_are_errors(tmp_path):
@@ -123,9 +115,12 @@ def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
     for name, content in (
         ("m.csv", 'file_name,text\r\na.png,"é, ""one""\nand more"\r\nb.png,two\r\n'),
         ("m.tsv", 'text\tfilename\n"é, ""one""\nand more"\ta.png\ntwo\tb.png\n'),
-        ("m.jsonl", json.dumps({"file_name": "a.png", "text": 'é, "one"\nand more'})
-         + '\n{"file_name": "b.png", "text": "two"}'),
-    ):  # fmt: skip
+        (
+            "m.jsonl",
+            json.dumps({"file_name": "a.png", "text": 'é, "one"\nand more'})
+            + '\n{"file_name": "b.png", "text": "two"}',
+        ),
+    ):
         folder = table(tmp_path, name, content.encode(encoding))
         assert texts(folder) == {"a.png": 'é, "one"\nand more', "b.png": "two"}
 
@@ -151,10 +146,7 @@ def test_names_without_suffix_match_images_despite_case_and_unicode_form(tmp_pat
     images(tmp_path, "caf\u00e9.png", "B.png", "c.png", "c.jpg")
     keys = {"cafe\u0301": "accent", "b": "case", "C": "which?"}
     (tmp_path / "meta.json").write_text(json.dumps({k: {"text": v} for k, v in keys.items()}))
-    assert texts(open_folder(tmp_path, "coco:text", "drop")) == {
-        "caf\u00e9.png": "accent",
-        "B.png": "case",
-    }
+    assert texts(open_folder(tmp_path, "coco:text", "drop")) == {"caf\u00e9.png": "accent", "B.png": "case"}
 
 
 def test_an_inexact_name_does_not_match_an_image_that_another_row_names(tmp_path):
@@ -187,9 +179,7 @@ def test_images_are_searched_in_other_folders_if_none_is_beside_the_table(tmp_pa
         ("m.csv", "C:\\train\\0.png", ""),
     ],
 )
-def test_a_picture_found_in_another_folder_is_in_all_folders_that_the_row_names(
-    tmp_path, table_path, name, picture
-):
+def test_a_picture_found_in_another_folder_is_in_all_folders_that_the_row_names(tmp_path, table_path, name, picture):
     images(tmp_path, picture or "train/0.png", "z/1.png")
     (tmp_path / table_path).parent.mkdir(exist_ok=True)
     content = f"file_name,text\n{name},one\n1.png,two\n"
@@ -236,10 +226,7 @@ GOOD = '{"file_name": "a.png", "text": "x"}'
             f'{{"text": "y"}}\n\n{GOOD}',
             "has no file_name, but only text; {}, line 3 names an image: correct or remove the row",
         ),
-        (
-            f'"hello"\n{GOOD}',
-            'is "hello", not an object; {}, line 2 names an image: correct or remove the row',
-        ),
+        (f'"hello"\n{GOOD}', 'is "hello", not an object; {}, line 2 names an image: correct or remove the row'),
         ('"hello"', 'is "hello", not an object: write an object for each image on a line'),
         ('["a.png"]', 'is ["a.png"], not an object: write an object for each image on a line'),
     ],
@@ -280,13 +267,9 @@ def test_coco_captions_are_read_with_images_in_any_folder(tmp_path):
     notes = [{"id": i, "image_id": 7 + 2 * (i // 5), "caption": f"caption {i}"} for i in range(10)]
     listed = [{"id": n, "file_name": f"x_{n}.jpg"} for n in (7, 9)]
     (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations/captions.json").write_text(
-        json.dumps({"images": listed, "annotations": notes})
-    )
+    (tmp_path / "annotations/captions.json").write_text(json.dumps({"images": listed, "annotations": notes}))
     boxes = [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 3, 4]}]
-    (tmp_path / "annotations/instances.json").write_text(
-        json.dumps({"images": listed, "annotations": boxes})
-    )
+    (tmp_path / "annotations/instances.json").write_text(json.dumps({"images": listed, "annotations": boxes}))
     (tmp_path / "annotations/list.json").write_text("[]")
     captions = texts(open_folder(tmp_path, text="coco:caption"))
     assert captions["train2014/x_9.jpg"].texts == tuple(f"caption {i}" for i in range(5, 10))
@@ -298,11 +281,7 @@ def test_coco_captions_are_read_with_images_in_any_folder(tmp_path):
         ([(1, "a.png"), (1, "b.png")], 1, 'the images "a.png" and "b.png" both have the id 1, so'),
         ([(1, "a.png"), ("1", "b.png")], 1, 'the images "a.png" and "b.png" both have the id 1, s'),
         ([(1, "a.png"), (None, "b.png")], 1, 'the image "b.png" has no id, so no annotation can'),
-        (
-            [(1, "a.png")],
-            2,
-            r"annotation 1 \(id 5\): its image_id 2 is the id of no image: add the",
-        ),
+        ([(1, "a.png")], 2, r"annotation 1 \(id 5\): its image_id 2 is the id of no image: add the"),
         ([(1, "a.png")], None, r"annotation 1 \(id 5\): its image_id null is the id of no image"),
     ],
 )
@@ -330,24 +309,14 @@ def test_coco_images_listed_twice_under_one_name_keep_all_their_captions(tmp_pat
         ("m.jsonl", '{"file_name": 7, "text": "x"}', "line 1: file_name is 7, not the name"),
         ("m.jsonl", '{"file_name": ["a.png"], "text": "x"}', r'file_name is \["a.png"\], not the'),
         ("m.jsonl", '{"file_name": "a.png", "text": 7}', "line 1: text is 7, not a text"),
-        (
-            "m.jsonl",
-            '{"file_name": "a.png", "text": "x"}\n{"text": "y"}',
-            "2: file_name is null",
-        ),
+        ("m.jsonl", '{"file_name": "a.png", "text": "x"}\n{"text": "y"}', "2: file_name is null"),
         ("m.csv", "file_name,text\na.png,one,two\n", r'line 2 has 3 cells.*"a.png", "one", "two"'),
         ("m.csv", "file_name,text\n,one\n", 'm.csv, line 2: file_name is "", not the name'),
         ("m.csv", "picture,text\na.png,one\n", "no row of m.csv .*; the columns are picture, text"),
-        (
-            "m.csv",
-            "file_name,title\na.png,one\n",
-            "a value of 'text'; the columns are file_name, title",
-        ),
+        ("m.csv", "file_name,title\na.png,one\n", "a value of 'text'; the columns are file_name, title"),
     ],
 )
-def test_a_malformed_row_is_a_one_line_error_with_file_row_and_value(
-    tmp_path, name, content, message
-):
+def test_a_malformed_row_is_a_one_line_error_with_file_row_and_value(tmp_path, name, content, message):
     images(tmp_path, "a.png")
     with pytest.raises(ValueError, match=message) as error:
         table(tmp_path, name, content)

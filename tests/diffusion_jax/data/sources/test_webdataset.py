@@ -51,13 +51,18 @@ def test_members_with_the_same_stem_form_a_record(tmp_path, format):
     tar = write_tar(
         tmp_path / "a.tar",
         {
-            "b/1.jpg": b"first", "b/1.json": b"{}", "b/1.txt": b"one\n",
-            "c/1.png": b"second", "c/1.txt": b"two",
-            f"{long}.txt": b"three", f"{long}.webp": b"third",
-            "b/._1.jpg": b"a fork of macOS", "only.txt": b"no image",
+            "b/1.jpg": b"first",
+            "b/1.json": b"{}",
+            "b/1.txt": b"one\n",
+            "c/1.png": b"second",
+            "c/1.txt": b"two",
+            f"{long}.txt": b"three",
+            f"{long}.webp": b"third",
+            "b/._1.jpg": b"a fork of macOS",
+            "only.txt": b"no image",
         },
         format,
-    )  # fmt: skip
+    )
     records = open_tars(tar)
     assert records_of(records) == [(b"first", "one"), (b"second", "two"), (b"third", "three")]
     assert records.read([1])[0].name == f"{tar}/c/1.png"
@@ -99,9 +104,7 @@ def test_the_error_for_some_missing_tars_names_the_first(tmp_path):
 
 def test_the_error_for_keys_with_dots_says_where_a_key_ends(tmp_path):
     tar = write_tar(tmp_path / "0.tar", {"s0.input.jpg": b"1", "s0.txt": b"one"})
-    with pytest.raises(
-        ValueError, match=r"rename the files that end in \.input\.jpg: in a tar, the"
-    ):
+    with pytest.raises(ValueError, match=r"rename the files that end in \.input\.jpg: in a tar, the"):
         open_tars(tar)
     tar = write_tar(tmp_path / "1.tar", {"s0.jpg": b"1", "s0.txt": b"one"})
     with pytest.raises(ValueError, match=r"npy files and found jpg, txt; check the path$"):
@@ -187,9 +190,7 @@ def test_complete_records_of_a_truncated_tar_are_used(tmp_path):
 
 
 def test_images_in_tars_without_captions_are_an_error_or_dropped(tmp_path):
-    tar = write_tar(
-        tmp_path / "a.tar", {"1.jpg": b"x", "1.pickle": b"", "2.jpg": b"y", "2.txt": b""}
-    )
+    tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "1.pickle": b"", "2.jpg": b"y", "2.txt": b""})
     with pytest.raises(ValueError, match=r"1 of 2 images have .*a\.tar/1\.jpg.*jpg, pickle, txt"):
         open_tars(tar)
     records = open_tars(tar, uncaptioned="drop")
@@ -202,17 +203,13 @@ def test_images_in_tars_without_captions_are_an_error_or_dropped(tmp_path):
 def test_compressed_tars_and_tars_without_images_are_errors(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
-    with pytest.raises(
-        ValueError, match=r"cannot read .*a\.tar as a tar \(compressed\): decompress it"
-    ):
+    with pytest.raises(ValueError, match=r"cannot read .*a\.tar as a tar \(compressed\): decompress it"):
         open_tars(tmp_path / "a.tar")
     empty = write_tar(tmp_path / "e/b.tar", {"1.txt": b"no image"})
     with pytest.raises(ValueError, match=r"no images in .*b.tar: .* and found txt"):
         open_tars(empty)
     (tmp_path / "d").mkdir()
-    with pytest.raises(
-        ValueError, match=r"no .tar files in .*, or read image files with data\.source=folder"
-    ):
+    with pytest.raises(ValueError, match=r"no .tar files in .*, or read image files with data\.source=folder"):
         open_tars(tmp_path / "d")
 
 
@@ -229,8 +226,7 @@ def test_the_error_for_missing_tars_suggests_a_command_for_examples(tmp_path):
 def bucket(tmp_path):
     """A folder of an object store with two tars of two records each."""
     for i in range(2):
-        members = {f"{i}{j}.{s}": b"%d%d %s" % (i, j, s.encode()) * 9
-                   for j in range(2) for s in ("jpg", "txt")}  # fmt: skip
+        members = {f"{i}{j}.{s}": b"%d%d %s" % (i, j, s.encode()) * 9 for j in range(2) for s in ("jpg", "txt")}
         tar = write_tar(tmp_path / f"local/s-{i}.tar", members)
         files.write_whole(f"memory://bucket/s-{i}.tar", tar.read_bytes())
     yield "memory://bucket"
@@ -332,8 +328,14 @@ def test_a_wdinfo_pkl_that_would_execute_code_is_an_error(tmp_path):
 
 
 def test_captions_are_read_from_json_members(tmp_path):
-    members = {"1.webp": b"x", "1.json": b'{"caption": "one", "width": 3}', "2.jpg": b"y",
-               "2.json": b'{"caption": null}', "3.jpg": b"z", "3.json": b"{"}  # fmt: skip
+    members = {
+        "1.webp": b"x",
+        "1.json": b'{"caption": "one", "width": 3}',
+        "2.jpg": b"y",
+        "2.json": b'{"caption": null}',
+        "3.jpg": b"z",
+        "3.json": b"{",
+    }
     records = open_tars(write_tar(tmp_path / "a.tar", members), text="json:caption")
     texts = records.texts([0, 1, 2])
     assert texts[0] == "one"
@@ -344,9 +346,7 @@ def test_unreadable_tars_are_skipped_up_to_max_broken(tmp_path):
     for i in range(4):
         write_tar(tmp_path / f"s/{i}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
     (tmp_path / "s/2.tar").write_bytes(b"no tar" * 999)
-    with pytest.raises(
-        ValueError, match=r"1 of 4 tars cannot be read, .* 0\.2: .* cannot read .*2\.tar as a tar"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 4 tars cannot be read, .* 0\.2: .* cannot read .*2\.tar as a tar"):
         open_tars(tmp_path / "s", max_broken=0.2)
     records = open_tars(tmp_path / "s", max_broken=0.25)
     assert records_of(records) == [(b"0", "t"), (b"1", "t"), (b"3", "t")]
@@ -384,9 +384,7 @@ def test_a_flipped_bit_in_a_header_loses_only_one_file(tmp_path, at):
     assert records.left_out() == {"no_picture": 1, "broken_header": 1}
     assert records.inventory().first["broken_header"] == [f"{tar}/byte {headers[10]}"]
     assert not list(tar.parent.glob("*.npz"))  # No index is stored.
-    with pytest.raises(
-        ValueError, match=r"such as .*/byte 10240, hide 1 files or more, a larger sha"
-    ):
+    with pytest.raises(ValueError, match=r"such as .*/byte 10240, hide 1 files or more, a larger sha"):
         open_tars(tar, max_broken=0.04)
 
 
@@ -411,12 +409,9 @@ def test_a_block_of_zeros_within_a_tar_is_counted_as_damaged_headers(tmp_path):
 
 def test_a_damaged_header_of_a_long_name_loses_only_its_file(tmp_path):
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        members = {f"{'x' * 120}/{i}.{s}": b"%d %s" % (i, s.encode())
-                   for i in range(20) for s in ("jpg", "txt")}  # fmt: skip
+        members = {f"{'x' * 120}/{i}.{s}": b"%d %s" % (i, s.encode()) for i in range(20) for s in ("jpg", "txt")}
         whole = bytearray(write_tar(tmp_path / "a.tar", members, format).read_bytes())
-        whole[10 * 2048 + 3] ^= (
-            1  # A file has two more blocks: its long name, and the header of the name.
-        )
+        whole[10 * 2048 + 3] ^= 1  # A file has two more blocks: its long name, and the header of the name.
         (tmp_path / "a.tar").write_bytes(whole)
         records = open_tars(tmp_path / "a.tar", max_broken=0.1)
         assert records_of(records) == PAIRS[:5] + PAIRS[6:]
@@ -476,8 +471,15 @@ def test_of_captions_twice_in_a_tar_the_last_one_is_used(tmp_path, names, record
 
 
 def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
-    members = [("1.jpg", b"x"), ("1.txt", b"a"), ("1.json", b'{"n": 1}'), ("2.jpg", b"y"),
-               ("2.txt", b"b"), ("2.json", b'{"n": 2}'), ("1.json", b'{"n": 3}')]  # fmt: skip
+    members = [
+        ("1.jpg", b"x"),
+        ("1.txt", b"a"),
+        ("1.json", b'{"n": 1}'),
+        ("2.jpg", b"y"),
+        ("2.txt", b"b"),
+        ("2.json", b'{"n": 2}'),
+        ("1.json", b'{"n": 3}'),
+    ]
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -491,11 +493,21 @@ def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
 
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
     members = {
-        "a/1.JPG": b"1", "a/1.txt": b"one", "a/1.json": b"{}", "a/1.cls": b"3",
-        "a/2.gif": b"2", "a/2.txt": b"two", "a/2.png": b"second",
-        "3.v1.png": b"3", "3.v1.txt": b"three", "4.mp4": b"4", "4": b"no suffix",
-        ".DS_Store": b"", "__MACOSX/1.jpg": b"", "alone.txt": b"t",
-    }  # fmt: skip
+        "a/1.JPG": b"1",
+        "a/1.txt": b"one",
+        "a/1.json": b"{}",
+        "a/1.cls": b"3",
+        "a/2.gif": b"2",
+        "a/2.txt": b"two",
+        "a/2.png": b"second",
+        "3.v1.png": b"3",
+        "3.v1.txt": b"three",
+        "4.mp4": b"4",
+        "4": b"no suffix",
+        ".DS_Store": b"",
+        "__MACOSX/1.jpg": b"",
+        "alone.txt": b"t",
+    }
     tar = write_tar(tmp_path / "s/a.tar", members)
     with tarfile.open(tar, "a") as opened:
         types = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE
@@ -537,9 +549,7 @@ def test_a_tar_with_several_links_is_read_once(tmp_path):
 
 
 def test_an_index_written_by_another_user_is_not_used(tmp_path, monkeypatch):
-    tar = write_tar(
-        tmp_path / "s/a.tar", {"1.jpg": b"1", "1.txt": b"t", "2.jpg": b"2", "2.txt": b"u"}
-    )
+    tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"1", "1.txt": b"t", "2.jpg": b"2", "2.txt": b"u"})
     open_tars(tar)
     (index,), (listed,) = tar.parent.glob("*.npz"), tables(tar.parent, "card.json")
     scans, scan = [], tars.scan
@@ -579,6 +589,5 @@ def test_a_cache_in_the_temporary_folder_must_belong_to_the_user(tmp_path, monke
     assert tars.cache_folders() == [home, shared]
     shared.chmod(0o777)
     assert tars.cache_folders() == [home]
-    tars._save(tars.scan(str(write_tar(tmp_path / "a.tar", {"1.txt": b""}))), np.zeros(3), [
-        str(home / "a.npz")])  # fmt: skip
+    tars._save(tars.scan(str(write_tar(tmp_path / "a.tar", {"1.txt": b""}))), np.zeros(3), [str(home / "a.npz")])
     assert home.stat().st_mode & 0o777 == 0o700

@@ -14,11 +14,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
 
-_PLACES = {
-    "train_images": "train2014",
-    "validation_images": "val2014",
-    "karpathy_and_li_splits": ".",
-}
+_PLACES = {"train_images": "train2014", "validation_images": "val2014", "karpathy_and_li_splits": "."}
 
 
 def write_downloads(root: pathlib.Path) -> None:

@@ -25,9 +25,8 @@ def test_the_judge_reads_every_pair_of_colours_also_with_noise(judge):
     glyphs = digits.load("test")
     prompts = [digits.parse(t) for t in digits.seen_prompts() + digits.heldout_prompts()]
     images = np.stack(
-        [digits.render(glyphs.images[np.argmax(glyphs.digits == p.digit)], p.ink, p.paper, 16)
-         for p in prompts]
-    )  # fmt: skip
+        [digits.render(glyphs.images[np.argmax(glyphs.digits == p.digit)], p.ink, p.paper, 16) for p in prompts]
+    )
     noise = np.random.default_rng(0).normal(0, 25, images.shape)
     noisy = np.clip(images + noise, 0, 255).astype(np.uint8)
     for picture in (images, noisy):

@@ -41,9 +41,7 @@ def test_training_pictures_show_exactly_the_seen_prompts():
     assert images.shape == (len(pictures), 8, 8, 3)
     assert set(captions) == set(digits.seen_prompts())
     glyphs_of = np.bincount(digits.load("train").digits)
-    seen_with = [
-        sum(f" {word} " in text for text in digits.seen_prompts()) for word in digits.DIGITS
-    ]
+    seen_with = [sum(f" {word} " in text for text in digits.seen_prompts()) for word in digits.DIGITS]
     # Each glyph occurs once in each pair of colours.
     assert len(pictures) == np.dot(glyphs_of, seen_with)
 
@@ -106,9 +104,7 @@ def test_the_digits_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
 def test_the_digits_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
     records = open_tars(tmp_path / "00000.tar")
-    assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
-        np.arange(5) * 617
-    )[1]
+    assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(np.arange(5) * 617)[1]
 
 
 def test_a_missing_scikit_learn_is_an_error_that_names_it(monkeypatch):

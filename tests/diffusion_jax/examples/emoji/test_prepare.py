@@ -74,9 +74,7 @@ def test_openmoji_is_drawn_from_its_package():
         ("twemoji:{package}", "has no folder package/img/twitter/64"),
     ],
 )
-def test_invalid_styles_are_one_line_errors_and_write_nothing(
-    style, message, package, tmp_path, monkeypatch, capsys
-):
+def test_invalid_styles_are_one_line_errors_and_write_nothing(style, message, package, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.tgz").write_bytes(package.read_bytes()[:2000])
     assert run("emoji", "--out=set", f"--style={style.format(package=package)}") == 2

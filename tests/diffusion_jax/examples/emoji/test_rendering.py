@@ -22,12 +22,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("emoji")
     places = np.arange(512).reshape(-1, emoji.COLUMNS).repeat(64, 0).repeat(64, 1)
     for style, green in (("noto", 0), ("fluent", 90)):
-        layers = [
-            places % 256,
-            np.full_like(places, green),
-            places // 256,
-            np.full_like(places, 255),
-        ]
+        layers = [places % 256, np.full_like(places, green), places // 256, np.full_like(places, 255)]
         sheet = Image.fromarray(np.stack(layers, -1).astype(np.uint8))
         sheet.save(emoji.sheet_of(out, style), lossless=True)
     card = {"styles": {"noto": {}, "fluent": {}}, "subjects": emoji.version()}
@@ -41,9 +36,7 @@ def opened(folder, split="", size=16):
 
 def test_a_prompt_names_subject_skin_tone_style_and_background():
     by_code = {(c.code, c.background): c for c in emoji.compositions()}
-    assert (
-        emoji.caption(by_code["1F98A", "blue"], "noto") == "a fox, noto style, on a blue background"
-    )
+    assert emoji.caption(by_code["1F98A", "blue"], "noto") == "a fox, noto style, on a blue background"
     dark = by_code["1F469-1F3FF-200D-1F692", "pink"]
     expected = "a firefighter with dark skin, openmoji style, on a pink background"
     assert emoji.caption(dark, "openmoji") == expected
@@ -97,11 +90,7 @@ def test_each_picture_shows_the_glyph_and_background_of_its_caption(folder):
 def test_the_parts_hold_all_compositions_and_share_none(folder):
     parts = [opened(folder, part) for part in ("", "@train", "@never_shown")]
     texts = [[text.texts[0] for text in part.texts(np.arange(len(part)))] for part in parts]
-    assert [len(part) for part in texts] == [
-        24308,
-        24308,
-        2412,
-    ]  # 4,080 per style, two or four each.
+    assert [len(part) for part in texts] == [24308, 24308, 2412]  # 4,080 per style, two or four each.
     assert texts[0] == texts[1] and len({*texts[0]}) == 2 * 3711
     assert len({*texts[2]}) == 2 * 369 and not {*texts[1]} & {*texts[2]}
 
@@ -116,10 +105,7 @@ def test_a_picture_does_not_depend_on_the_pictures_read_with_it(folder):
 
 def test_all_pictures_of_a_subject_are_held_out_together(folder):
     training, apart = split.split(opened(folder), 0.1)
-    names = [
-        {c.subject for t in p.texts(np.arange(len(p))) for c, _ in [SHOWN[t.texts[0]]]}
-        for p in (training, apart)
-    ]
+    names = [{c.subject for t in p.texts(np.arange(len(p))) for c, _ in [SHOWN[t.texts[0]]]} for p in (training, apart)]
     assert not names[0] & names[1] and len(names[0] | names[1]) == 325
     assert 15 < len(names[1]) < 50  # A tenth of 325, give or take three standard deviations.
 
@@ -139,8 +125,7 @@ def test_draw_blends_a_picture_with_its_background():
 def test_a_shift_moves_the_picture_by_twentieths_of_the_side(shift, size):
     glyph = np.zeros((64, 64, 4), np.uint8)
     glyph[16:40, 10:50] = 0, 0, 0, 255  # Black ink, far from the edges.
-    ink = [255 - emoji.draw(Image.fromarray(glyph), "white", size, at)[..., 0].astype(float)
-           for at in ((0, 0), shift)]  # fmt: skip
+    ink = [255 - emoji.draw(Image.fromarray(glyph), "white", size, at)[..., 0].astype(float) for at in ((0, 0), shift)]
     centre = lambda axis: [(x.sum(axis) @ np.arange(size)) / x.sum() for x in ink]
     moved = [after - before for before, after in (centre(0), centre(1))]
     np.testing.assert_allclose(moved, np.array(shift) * size / 20, atol=0.05)  # Clipped ringing.

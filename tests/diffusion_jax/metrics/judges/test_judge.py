@@ -22,9 +22,7 @@ class Stripes(Pictures):
     """Pictures whose upper and lower halves have the colours that their captions name."""
 
     def __init__(self, number=640):
-        self._names = [
-            f"{a} over {b} {n}" for n in range(number // 16) for a in COLOURS for b in COLOURS
-        ]
+        self._names = [f"{a} over {b} {n}" for n in range(number // 16) for a in COLOURS for b in COLOURS]
 
     def __len__(self):
         return len(self._names)
@@ -108,10 +106,7 @@ def test_half_of_a_batch_consists_of_captions_that_differ_in_one_word():
 def test_a_saved_judge_is_read_back_and_a_damaged_file_is_an_error(untrained, tmp_path):
     judge.save(untrained, tmp_path / "judge")
     again = judge.load(tmp_path / "judge")
-    assert (again.image.weights, again.candidates) == (
-        untrained.image.weights,
-        untrained.candidates,
-    )
+    assert (again.image.weights, again.candidates) == (untrained.image.weights, untrained.candidates)
     assert again.test.captions == untrained.test.captions
     ours, theirs = (judge.reader(j, pair([20]).captions) for j in (untrained, again))
     shown = pair([20, 3])
@@ -158,8 +153,9 @@ def test_a_judge_shows_its_real_picture_of_each_prompt_if_it_has_one(untrained, 
     assert captions[1] == own and len({*captions}) == 3
     among = {
         caption: judge.seen_at(image[None], 16)[0]
-        for one in pairs for caption, image in zip(one.captions, one.images, strict=True)
-    }  # fmt: skip
+        for one in pairs
+        for caption, image in zip(one.captions, one.images, strict=True)
+    }
     for image, caption in zip(images, captions, strict=True):
         assert (image == among[caption]).all()
     judge.save(untrained, tmp_path)
@@ -185,9 +181,7 @@ def test_blurred_and_noisy_have_the_requested_strength():
     # A step, smoothed by the normal distribution.
     assert soft[[2, 15, 16, 30]].tolist() == [128, 89, 38, 0]
     rough = train_judge.noisy(images, 0.1)[0, :, :16].astype(float)
-    assert rough.std() == pytest.approx(25.5, rel=0.05) and rough.mean() == pytest.approx(
-        128, abs=3
-    )
+    assert rough.std() == pytest.approx(25.5, rel=0.05) and rough.mean() == pytest.approx(128, abs=3)
 
 
 def test_own_words_leaves_out_the_words_that_all_captions_share():
@@ -195,9 +189,7 @@ def test_own_words_leaves_out_the_words_that_all_captions_share():
     assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
 
-def test_a_second_data_set_with_the_same_captions_is_tested_on_the_same_records(
-    untrained, monkeypatch
-):
+def test_a_second_data_set_with_the_same_captions_is_tested_on_the_same_records(untrained, monkeypatch):
     """Both data sets have the same captions in the same order, and show them in two styles."""
     monkeypatch.setattr(train_judge, "MAX_RECORDS", 8)
     monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Stripes())
