@@ -325,8 +325,9 @@ def _counts_of(folder: pathlib.Path, item: int) -> pathlib.Path:
 
 
 def _log_start(items, missing, size, noun: str, name: str) -> tuple[int, int]:
-    """Log how many units of a stage are done. Return the numbers of all units and of done ones."""
+    """Log how many units of a stage are done, if any are. Return (all units, done units)."""
     total = sum(map(size, items))
     finished = total - sum(map(size, missing))
-    logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")
+    if finished:
+        logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")
     return total, finished

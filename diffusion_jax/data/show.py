@@ -196,11 +196,11 @@ def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> I
     texts = [of for text, of in unreadable.items() if untrusted.IS_POINTER in str(text)]
     for number, noun, row in (
         (len(found), f"of {len(rows):,} picture files looked into", found[:1]),
-        (sum(count for count, _ in texts), "texts", [row for _, row in texts]),
+        (sum(count for count, _ in texts), "in texts", [row for _, row in texts]),
     ):
         if number:
             yield (
-                f"{number:,} {noun} are pointers of Git LFS, such as that of "
+                f"pointers of Git LFS: {number:,} {noun}, such as that of "
                 f"{_name(table, row[0])}: run git lfs pull in their repository"
             )
 
@@ -216,7 +216,7 @@ def _unread(table: Table) -> Iterable[str]:
                 found.append(name)
     if found:
         yield (
-            f"{len(found):,} files that may hold captions are not read, such as {found[0]}: give "
+            f"files that may hold captions, but are not read: {len(found):,}, such as {found[0]}: give "
             "it the columns file_name and caption, and name them in data.text, as in csv:caption"
         )
 
@@ -232,7 +232,7 @@ def _by_name(table: Table) -> Iterable[str]:
         mixed = how.startswith("without the suffix") and f"{column}, exact path" in origins
         if mixed or how == "by the file name alone":
             yield (
-                f"{count:,} captions were found {how}, such as that of {_name(table, row)} in "
+                f"captions found {how}: {count:,}, such as that of {_name(table, row)} in "
                 f"{origin.partition(':')[0]}: look at some with `show --sheet`, or write exact "
                 "paths, relative to the table"
             )
