@@ -29,7 +29,9 @@ _EXAMPLES = """examples:
   python -m diffusion_jax.data show photos --sheet=photos.png
   python -m diffusion_jax.data show photos --by=origin
   python -m diffusion_jax.data show photos --left_out
-  python -m diffusion_jax.data show tables/photos --row=cats/0042.jpg"""
+  python -m diffusion_jax.data show tables/photos --row=cats/0042.jpg
+  python -m diffusion_jax.data attach shards --column=t5 --from=precached --out=tables/shards
+  python -m diffusion_jax.data edit tables/photos --leave_out=names.txt"""
 _SECTIONS = {"origin": ("origin", "unreadable"), "reason": ("left out",)}
 _SIZE, _LINES = 192, 6  # Of the sheet: the side of a picture in pixels, the lines of a caption.
 
