@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -46,7 +47,6 @@ COMMANDS = {
     "sd_weights": "sd_jax.weights",
     "imagen_weights": "imagen_jax.weights",
     "model": "sd_jax.sample --out=D/out",
-    "torch": "benchmarks.torch",
     "profile": "benchmarks.profile --config=configs/quickstart.py",
     "plan_vae": "launch.plan --config=configs/sd64_vae.py",
 }
@@ -157,7 +157,8 @@ sample --prompt=a --steps=0 | --steps is 0: it must be above 0
 sample --prompt=a --guidance=nan | --guidance is nan: it must be from 0 to 1000
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
-sample --embeddings=D/none.npy | the text encoder 'hashed', which cannot use embeddings from files
+sample --embeddings=D/none.npy | No such file or directory: 'D/none.npy'
+sample --embeddings=D/states.npy | the text encoder 'hashed', which cannot use embeddings from files
 sample --prompt=a --mask=D/wide.png | --mask=D/wide.png needs a picture: give --image
 sample --prompt=a --strength=0.5 | --strength needs a picture to draw over: give --image
 sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
@@ -206,7 +207,6 @@ plan --fast --target=h100:6 --config.mesh.fsdp=4 | 4 does not divide 6
 plan --fast --target=h100:8 --config.mesh.fsdp=4 | uses 4 of the target's 8 devices
 plan --fast --target=h100:8 --config.batch_size=12 | batch_size 12 is not divisible by
 plan_vae --target=v5e:1x1 | sd_jax.vae, which cannot be planned
-torch --models=dcode | --models is 'dcode': did you mean 'decode'?
 profile --target=h100:8 | does not make for h100: choose a target from v5e, v5p
 plan --target=h100:8 --mfu=0 | --mfu=0.0: it must be above 0 and at most 1
 train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp', but cfg_pp cannot
@@ -331,6 +331,7 @@ def files(tmp_path_factory):
     for name in ("metrics", "scored"):
         shutil.copy(folder / "imagen" / "config.json", folder / name)
     (folder / "file").write_text("no folder")
+    np.save(folder / "states.npy", np.zeros((2, 32), np.float32))
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "empty.txt").write_text("\n \n")
     (folder / "short.tsv").write_text("id\tcaption\n1\ta\n2\n")

@@ -155,7 +155,7 @@ def _warn_of_cuts(stage: Stage, prompts: Sequence[str]) -> None:
     encoder, s = stage.encoder, stage.settings.sampler
     if getattr(s, "prompt_weights", False):  # Then the encoder reads texts of any length.
         return
-    texts = [*prompts, s.negative_prompt]
+    texts = [*prompts, *([s.negative_prompt] if s.negative_prompt else ())]
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
@@ -224,6 +224,8 @@ def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]
         else:
             sizes, values = [batch.value], [option_flags.values(kind.options, holders)]
         pictures = read_pictures(len(inputs.captions))
+        if pictures and not cascades and not 0 < share <= 1:
+            raise ValueError(f"strength is {share}: it must be above 0 and at most 1")
         model = kind.open(paths, values, **inputs.opening)
         model = model.over(pictures, share, {}, inputs.preview)
         if isinstance(inputs.prompts[0], str):  # It is no embedding.

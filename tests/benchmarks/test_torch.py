@@ -21,3 +21,8 @@ def test_our_networks_match_torchs_and_each_has_a_ratio_of_times():
     assert [line["model"] for line in lines] == models
     for line in lines:
         assert line["difference"] < 1e-5 and line["least"] <= line["ratio"] <= line["most"]
+
+
+def test_an_unknown_model_of_the_torch_benchmark_is_a_one_line_error():
+    ended = commands.run("benchmarks.torch", "--models=dcode", devices=1)
+    assert ended.code == 2 and "--models is 'dcode': did you mean 'decode'?" in ended.err

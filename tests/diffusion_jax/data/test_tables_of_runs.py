@@ -65,7 +65,7 @@ def test_a_missing_picture_of_a_run_is_an_error_with_its_name(folder):
     names_of_run(folder, begun=False)
     write(folder, "a", "new")
     (folder / "d.png").unlink()
-    with pytest.raises(ValueError, match=r"1 files of the 3 pictures .* missing: .*/d\.png\. Rest"):
+    with pytest.raises(ValueError, match=r"3 pictures .* of which 1 no .* as .*/d\.png\. Rest"):
         names_of_run(folder)
 
 
