@@ -96,6 +96,8 @@ def test_ctrl_c_that_a_callback_swallows_still_ends_a_command(signals, monkeypat
         time.sleep(100)
 
     monkeypatch.setattr("sys.argv", ["command"])
+    gc.collect()  # What other tests left may warn when it is collected.
+    capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.run(main)
     assert ended.value.code == 130
