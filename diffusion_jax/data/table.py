@@ -284,10 +284,11 @@ class Table(Records):
         return np.concatenate([part.lacks_mask() for part in self._parts])
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of each file that is no row, and of each picture without a text."""
+        """Yield (name, reason) of each file that is no row, and of each picture that is not read."""
         for row in range(len(self._left["name"])):
             yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
-        yield from ((name, "no_caption") for name in self.whole().names(self._dropped()))
+        for rows, reason in ((self._dropped(), "no_caption"), (self._without.tolist(), _LEFT_OUT.reason)):
+            yield from ((name, reason) for name in self.whole().names(rows))
 
     def inventory(self) -> Inventory:
         """Return the files that were used and left out, and the pictures that a view leaves out."""

@@ -180,6 +180,7 @@ def test_left_out_pictures_keep_their_rows_and_are_not_read(data, capsys):
         assert (first.image, left.image, str(left.text)) == (b"00", b"", "left_out: `data edit --leave_out` names it")
         assert str(records.texts([row])[0]) == str(left.text)
         assert records.left_out()["left_out"] == 1
+    assert list(opened(data, "txt").left()) == [(f"{data}/images/00001.tar/0000.jpg", "left_out")]
     np.testing.assert_array_equal(opened(data).keys(np.arange(5)), keys)
     assert before == {path: path.read_bytes() for path in before}
     assert edit(data, []) == 0  # An empty list leaves out none.
