@@ -284,7 +284,7 @@ class Table(Records):
         return np.concatenate([part.lacks_mask() for part in self._parts])
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of each file that is no row, and of each picture that is not read."""
+        """Yield (name, reason) of each file that is no row, and of pictures that are left out."""
         for row in range(len(self._left["name"])):
             yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
         for rows, reason in ((self._dropped(), "no_caption"), (self._without.tolist(), _LEFT_OUT.reason)):
