@@ -437,21 +437,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     for subject in subjects if prompts else ():
         prompt_files.refuse_numbers(value("prompts"), subject.fields)
-    names = (
-        "prompts",
-        "reference",
-        "inception",
-        "inception_mode",
-        "clip",
-        "clip_reference",
-        "dinov2",
-        "dinov2_reference",
-        "judge",
-        "pickscore",
-        "hpsv2",
-        "aesthetic",
-        "metrics",
-    )
+    names = ("prompts", *scorers.OF_PROMPTS, "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 

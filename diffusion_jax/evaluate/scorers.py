@@ -29,7 +29,7 @@ FeaturesByKind = dict[str, Float[np.ndarray, "N D"]]
 """Features with one row per picture, keyed by kind (Metric.features)."""
 Scores = dict[str, dict[str, float]]
 """{judge's name: {table column: value}}."""
-_OF_PROMPTS = (
+OF_PROMPTS = (
     "reference",
     "inception",
     "inception_mode",
@@ -40,6 +40,7 @@ _OF_PROMPTS = (
     "judge",
     *PREFERENCES,
 )
+"""Fields of the config group `evaluation` that name weights, references and judges."""
 _NO_FEATURES = (
     "{} needs features that the reference file does not hold: write the file with python -m "
     "diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
@@ -235,7 +236,7 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
         raise ValueError(
             f"{reason}: set prompts to a file, and set reference and inception for FID, or clip for the CLIP score"
         )
-    check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
+    check_unused("evaluation.", {name: getattr(evaluation, name) for name in OF_PROMPTS})
     return source_scorer(size, metrics=evaluation.metrics)
 
 
@@ -245,7 +246,7 @@ def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
     A data source's own scorer does not use these fields. In the message, `prefix` ("evaluation." or
     "--") precedes the names of fields.
     """
-    for name in _OF_PROMPTS:
+    for name in OF_PROMPTS:
         if settings[name]:
             raise ValueError(
                 f"{prefix}{name} has no effect without a file of prompts: the run's data source "
@@ -302,7 +303,8 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         make = lambda mode: dinov2.load(evaluation.dinov2)
         chosen["dinov2"] = _against("dinov2", evaluation.dinov2_reference, make, "dgm_eval", card)
     if clip:
-        chosen["clip"] = _pairs(clip_towers.load(clip), card)
+        towers = clip_towers.load(clip)
+        chosen["clip"] = _alone("clip", Preference(towers.image, clip_towers.pair_cosines(towers)), card)
     if evaluation.clip_reference:
         make = lambda mode: clip_towers.load_image(clip, mode)
         clip_image = _against("clip_image", evaluation.clip_reference, make, "squash", card)
@@ -368,12 +370,6 @@ def _trained(trained: own_judge.CaptionMatcher, prompts: Sequence[str], card: Ma
         **{f"{name}_of_real": value for name, value in real_scores.items()},
     }
     return Reference(trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card))
-
-
-def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> Reference:
-    cosines = clip_towers.pair_cosines(clip)
-    extract = lambda images, prompts: (cosines(images, prompts),)
-    return Reference(cards.make_card(clip.image, **card), ("clip",), extract)
 
 
 def _alone(name: str, preference: Preference, card: Mapping) -> Reference:
