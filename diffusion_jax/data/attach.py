@@ -44,7 +44,8 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
         key: the path of the array in pickles; see embeddings.read_pickle.
 
     Raises:
-        ValueError: no embedding belongs to any picture, or a tar or `column` is not usable.
+        ValueError: no embedding belongs to any picture, one belongs to several, or a tar or
+            `column` is not usable.
         FileNotFoundError: a tar is missing.
     """
     if not re.fullmatch(home.COLUMN, column):
@@ -61,6 +62,14 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
             f"no embedding in {stored} has the name of a picture of {table.card['root']}: the "
             f"first embeddings are {first}. The "
             "embedding of the picture KEY must be named KEY or TAR/KEY"
+        )
+    of_several = np.unique(joined[joined >= 0], return_counts=True)
+    if len(several := of_several[0][of_several[1] > 1]):
+        pictures = table.names(np.flatnonzero(joined == several[0])[:2].tolist())
+        raise ValueError(
+            f"{len(several):,} of the embeddings in {stored} have the names of several pictures, such as "
+            f"{found.names(several[:1])[0]} that of {' and '.join(pictures)}: name embeddings TAR/KEY, "
+            "and attach to each folder of pictures by itself if their tars have equal names"
         )
     texts = ([found.text(number)] if number >= 0 else [] for number in joined.tolist())
     used, bare = np.unique(joined[joined >= 0]), np.flatnonzero(joined < 0)

@@ -144,6 +144,25 @@ def test_embeddings_without_a_tar_in_their_name_belong_to_any_tar(data, name):
     np.testing.assert_array_equal(record.text, np.eye(2, 4))
 
 
+def test_an_embedding_that_could_belong_to_several_pictures_is_refused(data, capfd):
+    """Keys are unique in a tar only. As in two tars of embeddings, named like those of pictures."""
+    (data / "precached/t0_r0_0.tar").unlink()
+    for shard in range(2):
+        stored = [(f"{i:04}", np.full((2, 4), 10 * shard + i, np.float16)) for i in range(3)]
+        write_embeddings(data / f"precached/{shard:05}.tar", stored)
+    assert attach(data) == 2
+    error = capfd.readouterr().err
+    assert "3 of the embeddings in" in error and "/precached/00001.tar/0000.pickle that of" in error
+    assert f"{data}/images/00000.tar/0000.jpg and {data}/images/00001.tar/0000.jpg: name" in error
+    (data / "images/b").mkdir()
+    (data / "images/00001.tar").rename(data / "images/b/00000.tar")
+    for shard in range(2):
+        stored = [(f"00000.tar/{i:04}", np.zeros((2, 4), np.float16)) for i in range(3)]
+        write_embeddings(data / f"precached/{shard:05}.tar", stored)
+    assert attach(data) == 2
+    assert "if their tars have equal names" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "error"),
     [
