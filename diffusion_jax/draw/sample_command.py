@@ -215,6 +215,7 @@ def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]
         if bool(workdirs) == bool(models):
             raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
         inputs = read(prompts, out)
+        pictures = read_pictures(len(inputs.captions))
         paths, share = workdirs or models, strength.value
         if cascades:
             sizes = option_flags.each("batch_size", batch.value, ranges.Count, len(paths))
@@ -223,9 +224,8 @@ def _define_model(kind: Kind, read: Read) -> Callable[..., tuple[Model, Inputs]]
             share = each[0] if len(each) == 1 else each
         else:
             sizes, values = [batch.value], [option_flags.values(kind.options, holders)]
-        pictures = read_pictures(len(inputs.captions))
-        if pictures and not cascades and not 0 < share <= 1:
-            raise ValueError(f"strength is {share}: it must be above 0 and at most 1")
+            if pictures and not 0 < strength.value <= 1:
+                raise ValueError(f"strength is {share}: it must be above 0 and at most 1")
         model = kind.open(paths, values, **inputs.opening)
         model = model.over(pictures, share, {}, inputs.preview)
         if isinstance(inputs.prompts[0], str):  # It is no embedding.
