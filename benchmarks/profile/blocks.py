@@ -52,7 +52,7 @@ class NetworkBlock(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The compiler's estimates for one TPU device: of a block, the parameter update or a step."""
+    """The compiler's estimates of a block, the parameter update or a step, for one TPU device."""
 
     kind: str
     """Kind of TPU, such as "v5e"."""

@@ -90,7 +90,7 @@ def crop_masked(
         except Exception as error:  # Pillow notices truncated files only here.
             raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
         image, weights = rgba.convert("RGB"), rgba.getchannel("A")
-        weights.info.pop("icc_profile", None)  # It is that of the colours.
+        weights.info.pop("icc_profile", None)  # A profile describes colours; these are weights.
     colours = _cropped(image, shape, resize, place)
     if not weights:
         return np.concatenate([colours, np.full((*shape, 1), 255, np.uint8)], -1)

@@ -211,14 +211,14 @@ class Batches:
         return order[index][np.array(rows)]
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
-        """Return the texts in the given rows of a recent batch; see `indices`."""
+        """Return the texts in rows of a recent batch, chosen as by `indices`."""
         _, texts = self.pictures.read(self.indices(rows, back))
         first = self._sample(back)
         samples = [first + row for row in rows]
         return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
+        """Return the names of the pictures in rows of a recent batch, chosen as by `indices`."""
         return self.pictures.names(self.indices(rows, back))
 
     def _sample(self, back: int) -> int:
@@ -305,8 +305,8 @@ def make_batches(
         batch_size: number of rows of all processes together. Process p gets rows p*b to
             (p+1)*b - 1, where b = batch_size / process_count.
         seed: seed of the order, the random crops, the flips, the choice among captions, and tags.
-        process_index: p, from 0 to process_count - 1; see local_rows.
-        process_count: the number of processes that share a batch; see local_rows.
+        process_index: p, from 0 to process_count - 1, which local_rows returns.
+        process_count: the number of parts into which a batch is split, which local_rows returns.
         num_threads: number of prefetching threads; 0 makes each batch when it is needed.
         crop: "center", or "random" to crop larger pictures at a random position.
         flip: whether to mirror each picture with probability 1/2.

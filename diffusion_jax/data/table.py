@@ -312,7 +312,7 @@ class Table(Records):
         return self.path(name), kind
 
     def path(self, name: str) -> str:
-        """Return the path or URL of a file of the data set, which the table names in short."""
+        """Return the path or URL of a file, whose `name` is relative to the data set's root."""
         return _beside(self.card["root"], name)
 
     def _are_left_out(self, indices: Sequence[int]) -> list[int]:
@@ -469,7 +469,7 @@ def write(
         inventory: the files that are no rows; the importer completes it while it yields the rows.
         root: the folder of the data set. Paths below it are stored relative to it.
         rule: everything in the config that the rows depend on. Its "fields" name the numbers.
-        facts: more that messages need, which may change until the last row is read.
+        facts: JSON values that messages show. They may change until the last row is read.
         seen: a digest of the files' names, sizes and times, which is not part of the table's id.
             It is not kept if a file is damaged or unreadable: reading it again may succeed.
         stamps: for each path, a text that changes with the file. Those of files with several

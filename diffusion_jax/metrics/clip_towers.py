@@ -98,7 +98,7 @@ def pair_cosines(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """Load a CLIP model and return its image tower. For the arguments and errors, see `load`."""
+    """Load the image tower of a CLIP model, with the arguments and errors of `load`."""
     return load(weights, preprocessing=preprocessing).image
 
 

@@ -69,7 +69,7 @@ def run(workdir: pathlib.Path, step: int, package: str, base: str | None = None)
     system = systems.find(config["system"])
     s = systems.read(config, config["system"])
     if base:
-        finetune.check_wanted(base, s)
+        finetune.check_wanted(base, s.lora, s.text)
         s = s._replace(unet_weights=base)
     mesh = sharding.make_mesh(*s.mesh)
     with home.tables_of(workdir):

@@ -135,10 +135,8 @@ def save_diffusers(
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
-    Inpainting and InstructPix2Pix have pipelines of their own.
-
-    The scheduler is the checkpoint's, or DDIM if it has none. If writing fails, no incomplete
-    directory is left.
+    diffusers opens models for inpainting and InstructPix2Pix with other pipelines. The scheduler is
+    the checkpoint's, or DDIM if it has none. If writing fails, no incomplete directory is left.
 
     Args:
         checkpoint: The parts to write.

@@ -164,7 +164,7 @@ def test_scores_during_training_require_the_text_encoder(tmp_path, monkeypatch):
     inputs = train.prepare(s, sharding.make_mesh())
     inputs.batches.close()
     with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER \(training\)"):
-        open_evaluation(s, inputs.open_prompts)
+        open_evaluation(s.evaluation, s.data, s.output_size, inputs.open_prompts)
 
 
 @pytest.mark.gate
