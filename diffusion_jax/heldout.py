@@ -21,7 +21,6 @@ records can be measured on a share of its training data, --share=0.01, or on ano
 import functools
 import importlib
 import json
-import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, files, runs, systems
+from diffusion_jax.config import ranges
 from diffusion_jax.config.settings import Heldout
 from diffusion_jax.data import home, sources
 from diffusion_jax.data.pipeline import Batches
@@ -275,15 +275,6 @@ if __name__ == "__main__":
     _BASE = flags.DEFINE_string("unet_weights", None, "The new path of the weights that a LoRA run adapts.")
     _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of the noise levels in training.")
 
-    def _level(text: str) -> float:
-        try:
-            level = float(text)
-        except ValueError:
-            level = math.nan
-        if not 0 < level < math.inf:
-            raise ValueError(f"--levels={text}: give noise levels above 0, such as 0.1,1,10")
-        return level
-
     def main() -> None:
         cli.start()
         with cli.bad_input():
@@ -293,7 +284,7 @@ if __name__ == "__main__":
                 _EMA.value,
                 _SHARE.value,
                 _RECORDS.value,
-                [_level(text) for text in _LEVELS.value],
+                [ranges.read_value("--levels", text, ranges.Positive) for text in _LEVELS.value],
                 _BASE.value,
                 _DATA.value,
             )

@@ -91,12 +91,6 @@ class Profile(NamedTuple):
         return self.flops / (self.total * cycles.FLOP_PER_CYCLE[self.kind])
 
     @property
-    def busy(self) -> float:
-        """Model FLOP utilization (MFU) of forward and backward passes, without the optimizer."""
-        work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
-        return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
-
-    @property
     def update(self) -> float:
         """Seconds of the parameter update (optimizer and averages)."""
         return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock

@@ -228,13 +228,10 @@ def ddim(zero_snr: bool = False) -> dict[str, Any]:
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
     """Return whether two checkpoints have the same parts, with bitwise equal parameters."""
-    pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
-    return all(
-        (x is None) == (y is None)
-        and (x is None or y is None or x._replace(params=None) == y._replace(params=None))
-        and (x is None or y is None or jax.tree.all(jax.tree.map(np.array_equal, x.params, y.params)))
-        for x, y in pairs
-    )
+    parts = lambda checkpoint: (checkpoint.unet, checkpoint.vae, checkpoint.text)
+    networks = lambda c: [part and part._replace(params=None) for part in parts(c)]
+    params = lambda c: [part and part.params for part in parts(c)]
+    return networks(a) == networks(b) and jax.tree.all(jax.tree.map(np.array_equal, params(a), params(b)))
 
 
 def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) -> Checkpoint:

@@ -12,7 +12,7 @@ from imagen_jax import unet as unet_module
 from imagen_jax.attention import FusedAttention
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.layers import ResBlock, bicubic_upsample
-from imagen_jax.unet import UNet, check
+from imagen_jax.unet import UNet
 from tests.imagen_jax import numpy_unet
 
 SMALL = dict(
@@ -273,7 +273,7 @@ def test_cudnn_attention_attends_to_valid_tokens_and_the_null_token(monkeypatch)
 
 def test_with_patches_the_input_and_output_keep_their_size():
     unet = UNet(**SMALL | dict(image_size=8, attention_resolutions=(4,)), patch=2)
-    check(unet)
+    unet.check()
     params = fresh(unet)["params"]
     assert params["init_conv"]["kernel"].shape == (3, 3, 12, 32)
     assert (params["down_0_0_attn"]["out"]["kernel"] == 0).all()
@@ -347,14 +347,14 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
 )
 def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(UNet(**SMALL | changes))
+        UNet(**SMALL | changes).check()
 
 
 def test_consistent_fields_are_accepted():
-    check(UNet(image_size=64))
-    check(UNet(image_size=64, attention_impl="cudnn", dtype="bfloat16"))
-    check(UNet(**SMALL | dict(embed_dim=16, channel_mult=(2,))))
-    check(UNet(**SMALL | dict(attention="self", cond_dim=40)))
+    UNet(image_size=64).check()
+    UNet(image_size=64, attention_impl="cudnn", dtype="bfloat16").check()
+    UNet(**SMALL | dict(embed_dim=16, channel_mult=(2,))).check()
+    UNet(**SMALL | dict(attention="self", cond_dim=40)).check()
 
 
 def test_attention_resolutions_without_a_level_are_ignored_as_in_nemo():
