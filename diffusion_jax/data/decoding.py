@@ -178,7 +178,7 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
 
 @contextlib.contextmanager
 def _unusable(reason: str) -> Iterator[None]:
-    """Turn errors of Pillow's decoders into Unusable. They raise many types, when pixels are read."""
+    """Turn errors of Pillow's decoders, which raise many types, into Unusable."""
     try:
         yield
     except Exception as error:
