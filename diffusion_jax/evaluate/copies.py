@@ -22,7 +22,7 @@ from diffusion_jax.data.captions import first
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.evaluate.scorers import FeaturesByKind, Scorer
-from diffusion_jax.files import sheets
+from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics import bootstrap, neighbours
 
@@ -167,10 +167,8 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
 
 
 def _open(flag: str, name: str, size: int) -> Pictures:
-    try:
+    with untrusted.naming(f"--{flag}={name}"):
         return sources.open_pictures(sources.named(name), size)
-    except ValueError as error:
-        raise ValueError(f"--{flag}={name}: {error}") from error
 
 
 def write(

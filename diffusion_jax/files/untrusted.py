@@ -163,6 +163,15 @@ def refuse_pipe(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Return a context in which the message of a ValueError begins with `place`, such as a path."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+@contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     """Return a context in which errors become a ValueError that names a file to read.
 

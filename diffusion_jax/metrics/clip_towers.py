@@ -54,7 +54,7 @@ def load(
         raise ValueError(f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder, file)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         image_tower, image_table = clip.image_tower(opened)
         text_tower, text_table = clip.text_tower(opened)
     if image_tower.projection is None or text_tower.projection is None:

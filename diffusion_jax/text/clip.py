@@ -181,7 +181,7 @@ def encoder(
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
         state = clip_weights.tower_state(opened, table)
         frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)

@@ -55,7 +55,7 @@ def open_clip(folder: pathlib.Path, file: pathlib.Path | None = None) -> ClipWei
     has_open_clip_config = is_open_clip(state) and open_clip_config.is_file()
     path = open_clip_config if has_open_clip_config else folder / "config.json"
     config = pretrained.read_json(path)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         return from_state(state, config)
 
 

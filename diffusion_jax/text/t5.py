@@ -110,7 +110,7 @@ def encoder(
     folder = pretrained.locate(weights)
     state = pretrained.open_weights(folder)
     config = pretrained.read_json(folder / "config.json")
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         model, table = from_state(state, config, dtype)
         frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.t5(folder)

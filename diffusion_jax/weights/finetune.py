@@ -19,6 +19,7 @@ from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Lora, Text
 from diffusion_jax.devices import sharding
+from diffusion_jax.files import untrusted
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import lora, pretrained, restore
 
@@ -59,10 +60,8 @@ def start(
         raise FileNotFoundError(f"unet.weights is {weights!r}: there is no such run, folder or file")
 
     def named() -> Params:
-        try:
+        with untrusted.naming(f"unet.weights={weights}"):
             return read()
-        except ValueError as error:
-            raise ValueError(f"unet.weights={weights}: {error}") from error
 
     adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
     if not adapt:

@@ -7,6 +7,7 @@ import jax
 
 from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
@@ -83,9 +84,7 @@ def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) 
     Raises FileNotFoundError if there is no such file, and ValueError if the file does not hold the
     parameters of `unet`, or NeMo has no network of this kind.
     """
-    try:
+    with untrusted.naming(str(path)):
         state = torch_files.read_state_dict(path)
         params = nemo.from_nemo(state, nemo.require_nemo(unet), text_width)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import tokenize
 from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
@@ -261,10 +262,8 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
         report.append(_line("text", state, "transformers", text_part.params))
     place = folder / "scheduler" / "scheduler_config.json"
     scheduler = _diffusers_config(place) if place.is_file() else None
-    try:
+    with untrusted.naming(str(place)):
         predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     shift = configs.get("vae", {}).get("shift_factor") or 0.0

@@ -42,10 +42,8 @@ def read(path: pathlib.Path) -> Embedding:
             f"{path} is not a textual inversion embedding, because it holds {len(arrays)} arrays, "
             f"such as {torch_weights.some(arrays)}, instead of one with a vector per token"
         )
-    try:
+    with untrusted.naming(str(path)):
         torch_weights.check_finite(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     ((name, vectors),) = arrays.items()
     if not vectors.size:
         raise ValueError(f"{path} holds no vectors: choose another file")

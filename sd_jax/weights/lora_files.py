@@ -166,10 +166,8 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
         kind = other_networks.kind_of(strays)
         holds = f"holds {kind} and " if kind else ""
         raise ValueError(f"{path} {holds}is not a LoRA, LoHa or LoKr: {misfits}. Choose another file")
-    try:
+    with untrusted.naming(str(path)):
         torch_weights.check_finite(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return {
         part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
         for part, layers in parts.items()
