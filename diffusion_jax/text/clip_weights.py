@@ -99,7 +99,7 @@ def is_open_clip(state: StateDict) -> bool:
 
 
 def table(params: Any, tower: str) -> list[Entry]:
-    """Return a tower's conversion table, which pairs its parameters with the arrays of a Clip.
+    """Return a tower's conversion table, which pairs its parameters with the arrays of ClipWeights.
 
     Args:
         params: the parameters of a TextTower or an ImageTower, which may be abstract.
