@@ -56,7 +56,10 @@ def score_at_infinity(sample: FeatureSample, reference: ReferenceFeatures, *, se
     needs features.
     """
     if isinstance(sample, Gaussian):
-        raise ValueError("FID-infinity needs the features of each image, not only their mean and covariance")
+        raise ValueError(
+            "FID-infinity needs the features of each image, not only their mean and covariance: write "
+            "the statistics with metrics stats --keep_features"
+        )
     value, residual = extrapolated(sample, reference, seed=seed)
     return Score(value, more={"residual": residual})
 

@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> Stats:
     """
     file = files.local(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"there is no file {path}: write it with python -m diffusion_jax.metrics stats")
     with untrusted.readable(path), file.open("rb") as opened:
         contents = untrusted.read_archive(opened)
     n = contents.get("n")
