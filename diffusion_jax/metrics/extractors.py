@@ -153,16 +153,14 @@ def extract(
     mesh: Mesh,
     *,
     batch_size: int = 64,
-    keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
     """Compute the features of all usable rows of a source, on the devices of a mesh.
 
-    Every process receives all features, in the order of the rows. With keep=False, the result has
-    no features, only the sums that determine their mean and covariance. `progress` is called with
-    the number of rows done so far.
+    Every process receives all features, in the order of the rows. `progress` is called with the
+    number of rows done so far.
     """
-    run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
+    run = make_extract(extractor, mesh, batch_size=batch_size)
     return run(source, range(len(source)), progress)
 
 

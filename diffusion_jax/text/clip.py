@@ -293,12 +293,8 @@ def text_tower(
     return tower, clip_weights.table(abstract_params(tower), clip_weights.TEXT)
 
 
-def image_tower(
-    clip: clip_weights.ClipWeights, dtype: DTypeLike = jnp.float32
-) -> tuple[ImageTower, list[torch_weights.Entry]]:
+def image_tower(clip: clip_weights.ClipWeights) -> tuple[ImageTower, list[torch_weights.Entry]]:
     """Return the image tower for opened weights, and the table that converts the weights.
-
-    `dtype` is the type of the tower's matrix products.
 
     Raises:
         ValueError: the weights have no image tower.
@@ -307,7 +303,7 @@ def image_tower(
     embeddings = f"{clip_weights.VISION}.embeddings"
     width, _, patch, _ = state[f"{embeddings}.patch_embedding.weight"].shape
     side = round((state[f"{embeddings}.position_embedding.weight"].shape[0] - 1) ** 0.5)
-    tower = ImageTower(image_size=side * patch, patch=patch, width=width, dtype=dtype, **shared)
+    tower = ImageTower(image_size=side * patch, patch=patch, width=width, **shared)
     return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
 
 
