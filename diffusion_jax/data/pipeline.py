@@ -211,18 +211,18 @@ class Batches:
         return order[index][np.array(rows)]
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
-        """Return the texts in rows of a recent batch, chosen as by `indices`."""
+        """Return the texts in the given rows of the batch `back` batches before the last."""
         _, texts = self.pictures.read(self.indices(rows, back))
         first = self._sample(back)
         samples = [first + row for row in rows]
         return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures in rows of a recent batch, chosen as by `indices`."""
+        """Return the names of the pictures in rows of the batch `back` batches before the last."""
         return self.pictures.names(self.indices(rows, back))
 
     def _sample(self, back: int) -> int:
-        """Return the number of the first sample of a recent batch; see `indices`."""
+        """Return the number of the first sample of the batch `back` batches before the last."""
         index: Any = self._iterator.get_state()["next_index"] - 1 - back
         return self._first + index * self._batch_size
 
