@@ -109,12 +109,7 @@ class EfficientUNet(Conditioned):
     def check(self, text_width: int) -> None:
         """Raise ValueError if the fields contradict each other or do not fit the text width."""
         check_layers(self)
-        if self.attention != "self" and self.attention_levels and (text_width < 1 or text_width % 32):
-            raise ValueError(
-                f"text.width is {text_width}, but with unet.attention={self.attention!r} an "
-                "EfficientUNet normalises the text in 32 groups: choose a multiple of 32, or set "
-                "unet.attention='self'"
-            )
+        check_text_width(self, text_width)
         if self.image_size % unit(self):
             raise ValueError(
                 f"unet.image_size {self.image_size} cannot be halved {len(self.channel_mult) - 1} "
@@ -162,3 +157,13 @@ def check_layers(unet: EfficientUNet) -> None:
         head_dims = {unet.head_dim}
     for head_dim in head_dims:
         check_attention(unet.attention, unet.attention_impl, unet.dtype, head_dim)
+
+
+def check_text_width(unet: EfficientUNet, text_width: int) -> None:
+    """Raise ValueError if attention cannot normalise text embeddings of this width."""
+    if unet.attention != "self" and unet.attention_levels and (text_width < 1 or text_width % 32):
+        raise ValueError(
+            f"text.width is {text_width}, but with unet.attention={unet.attention!r} an "
+            "EfficientUNet normalises the text in 32 groups: choose a multiple of 32, or set "
+            "unet.attention='self'"
+        )

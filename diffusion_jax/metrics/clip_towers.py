@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import clip_score, extractors, preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import clip, clip_weights, tokenize

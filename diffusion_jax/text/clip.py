@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import clip_weights, prompt_weights, tokenize
 from diffusion_jax.text.encoder import LEARNED_WORD, WEIGHTS, TextArrays, TextEncoder, check_fits, read_learned
 from diffusion_jax.text.transformer import ACTIVATIONS, Attention, Linear, Mlp, mask_bias

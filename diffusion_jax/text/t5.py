@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
