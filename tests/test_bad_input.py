@@ -227,7 +227,7 @@ replay --workdir=D/file | D/file is a file: choose another --workdir
 replay --step=x | flag --step=x
 heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels is 'x': it must be a number
-heldout --levels=nan | --levels is nan: it must be a number above 0
+heldout --levels=nan | --levels is nan: it must be above 0
 heldout --share=2 | share
 heldout --data=x:y | data source is 'x'
 heldout | D/imagen has no held-out records: give the share
