@@ -13,11 +13,11 @@ from absl import logging
 
 from diffusion_jax.config.settings import TEXTS, Data
 from diffusion_jax.data import home, records, rows, sources, storage, tars
-from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.table import Table
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import local, untrusted
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
@@ -159,6 +159,14 @@ def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
     return sum(os.fsencode(name) in content for name in sought) >= min(2, len(sought))
 
 
+def is_table(path: str) -> bool:
+    """Return whether the first row of a table names a picture and has a caption."""
+    with contextlib.suppress(ValueError, OSError):
+        _, row = next(rows.read(local(path)), ("", {}))
+        return bool(rows.name_column(row) and rows.likely(row))
+    return False
+
+
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
     """Yield the values of data.text for the tables of image captions among files.
 
@@ -192,7 +200,8 @@ def _of_tars(path: str, text: str) -> Data:
     Raises:
         ValueError: `text` is "" and the first tar holds no captions. Tars must hold captions.
     """
-    first = tars.find(path)[0]
+    beside = LeftOut()
+    first = tars.find_stamped(path, beside)[0][0]
     index = tars.load_index(first)
     if not len(index.suffix):
         raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
@@ -208,9 +217,11 @@ def _of_tars(path: str, text: str) -> Data:
             raise errors[0]
     if not text:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
+        others = [name for name, why in beside.take() if why == "beside_tars" and is_table(name)]
+        tables = f", and may be in a table, such as {others[0]}" if others else ""
         raise ValueError(
             f"no captions in {first} (suffixes of its files: {suffixes or 'none'}): set --text to "
-            "the captions' suffix, or unpack the tar into a folder: there, captions are optional"
+            f"the captions' suffix, or unpack the tar into a folder: there, captions are optional{tables}"
         )
     return _data("webdataset", path, text)
 

@@ -33,6 +33,7 @@ from diffusion_jax.data import records, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.records import check_exists, suffix_of
+from diffusion_jax.data.rows import READERS
 from diffusion_jax.files import untrusted
 from diffusion_jax.files.user_cache import user_cache
 
@@ -389,7 +390,7 @@ def find_stamped(path: str, inventory: Inventory) -> tuple[list[str], list[str]]
     """Return (paths, stamps): the paths that `find` returns, and one string for each tar.
 
     A tar's string changes when the tar's contents change (see storage.stamps). In folders, files
-    that are no tars are added to `inventory`, except for companions (see records.KNOWN).
+    that are no tars are added to `inventory`.
     """
     tars = [tar for name in expand(path) for tar in _listed(name, inventory)]
     stamps = storage.stamps(tars)
@@ -416,9 +417,21 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
     if not tars:
         raise ValueError(f"no .tar files in {name}: check the path, or read image files with data.source=folder")
     storage.warn_of_missing_shards(tars)
-    known = ("tar", *records.KNOWN)
-    inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
+    _count_others(names, tars, inventory)
     return tars if storage.is_url(name) else _without_links(tars, name, inventory)
+
+
+def _count_others(names: list[str], tars: list[str], inventory: Inventory) -> None:
+    """Add the files beside tars to the inventory, except for their indices."""
+    stems = {tar[: -len(".tar")] for tar in tars}
+    of_tars = {*tars, *(f"{tar}.index.npz" for tar in tars)}
+    for name in (name for name in names if name not in of_tars):
+        stem, suffix = os.path.splitext(name.lower())
+        is_read = suffix in READERS or suffix[1:] in untrusted.image_suffixes()
+        # img2dataset writes NAME.parquet and NAME_stats.json about NAME.tar.
+        is_about = name[: len(stem)].removesuffix("_stats") in stems
+        kind = "beside_tars" if is_read and not is_about else records.other_kind(suffix[1:], ())
+        inventory.add(kind, [name])
 
 
 def _without_links(tars: list[str], folder: str, inventory: Inventory) -> list[str]:

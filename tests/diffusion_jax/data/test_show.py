@@ -206,6 +206,40 @@ def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
     assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
 
 
+BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "lines"),
+    [
+        ({}, {"README.md": "of 2026", "stats.json": '{"count": 4}'}, []),
+        ({}, {"00.parquet": "", "00_stats.json": '{"key": "000", "caption": "a dog"}'}, []),
+        ({"001.png": LFS}, {}, ["pointers of Git LFS: 1 of 4 picture files looked into, such as that of "]),
+        ({"002.txt": LFS, "003.txt": LFS}, {}, ["pointers of Git LFS: 2 in texts, such as that of "]),
+        ({}, {"train.csv": BY_KEY}, ["files that may hold captions, but are not read: 1, such as "]),
+        ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, ["files that may hold captions, but are not read: 1,"]),
+        ({}, {"train.csv": "name,price\ncar,3\n", "a.png": None}, []),
+        ({"README.txt": "000.png 001.png"}, {}, []),
+    ],
+)
+def test_doubts_about_tars_name_pointers_and_tables_beside_them(tmp_path, changes, beside, lines):
+    (tmp_path / "set").mkdir()
+    draw(tmp_path / "a.png")
+    pairs = {f"{i:03}": {"png": (tmp_path / "a.png").read_bytes(), "txt": text.encode()} for i, text in enumerate(FINE)}
+    for name, content in changes.items():
+        key, _, suffix = name.partition(".")
+        pairs.setdefault(key, {})[suffix] = content if isinstance(content, bytes) else content.encode()
+    tars.write(tmp_path / "set/00.tar", [{tars.KEY: key.encode(), **files} for key, files in pairs.items()])
+    for name, content in beside.items():
+        if content is None:
+            draw(tmp_path / "set" / name)
+        else:
+            (tmp_path / "set" / name).write_text(content)
+    found = show.doubts(sources.open_records(guess.guess(f"webdataset:{tmp_path}/set")))
+    assert len(found) == len(lines), found
+    assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
+
+
 def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):
     """Run as a process, because the command configures how warnings are shown."""
     for name in "ab":
