@@ -155,15 +155,24 @@ def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
     """Return whether a file contains the names of several of the pictures, or of all."""
     with file.open("rb") as opened:
         content = opened.read(_MOST)
+    content = content.replace(b"\0", b"")  # Of UTF-16.
     sought = list(itertools.islice(pictures, _LOOKED))
     return sum(os.fsencode(name) in content for name in sought) >= min(2, len(sought))
 
 
-def is_table(path: str) -> bool:
-    """Return whether the first row of a table names a picture and has a caption."""
+def describes(path: str, pictures: Collection[str]) -> bool:
+    """Return whether a table holds captions of pictures, by its first rows.
+
+    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix.
+    """
+    stems = {os.path.splitext(name)[0] for name in pictures}
     with contextlib.suppress(ValueError, OSError):
-        _, row = next(rows.read(local(path)), ("", {}))
-        return bool(rows.name_column(row) and rows.likely(row))
+        first = [row for _, row in itertools.islice(rows.read(local(path)), _LOOKED)]
+        columns = {name: {str(row.get(name)).partition(".")[0] for row in first} for name in dict(*first[:1])}
+        if not columns or {rows.KEY, "status"} <= columns.keys():  # What img2dataset did.
+            return False
+        named = any(len(cells & stems) >= max(1, min(2, len(stems))) for cells in columns.values())
+        return named or bool(rows.name_column(columns) and rows.likely(columns))
     return False
 
 
@@ -205,8 +214,10 @@ def _of_tars(path: str, text: str) -> Data:
     index = tars.load_index(first)
     if not len(index.suffix):
         raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
-    if not text:
-        text = next((suffix for suffix in TEXTS if suffix in index.suffix), "")
+    suffixes = {*index.suffix.tolist()}
+    if not text:  # Without pictures, as in tars of names with dots, open_tars says what is wrong.
+        has_pictures = suffixes & {*untrusted.image_suffixes()}
+        text = next((suffix for suffix in TEXTS if suffix in suffixes or not has_pictures), "")
     if not text and "json" in index.suffix:
         spans = index.span[index.suffix == "json"][:_LOOKED]
         ends = spans.sum(axis=1).tolist()
@@ -216,11 +227,10 @@ def _of_tars(path: str, text: str) -> Data:
         if errors:
             raise errors[0]
     if not text:
-        suffixes = ", ".join(sorted(set(index.suffix.tolist())))
-        others = [name for name, why in beside.take() if why == "beside_tars" and is_table(name)]
+        others = [name for name, why in beside.take() if why == "beside_tars" and describes(name, ())]
         tables = f", and may be in a table, such as {others[0]}" if others else ""
         raise ValueError(
-            f"no captions in {first} (suffixes of its files: {suffixes or 'none'}): set --text to "
+            f"no captions in {first} (suffixes of its files: {', '.join(sorted(suffixes))}): set --text to "
             f"the captions' suffix, or unpack the tar into a folder: there, captions are optional{tables}"
         )
     return _data("webdataset", path, text)

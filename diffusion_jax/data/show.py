@@ -209,16 +209,17 @@ def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> I
 
 def _unread(table: Table) -> Iterable[str]:
     """Name the tables without a column of names, and other files that name pictures."""
-    pictures = [name.rpartition("/")[2] for name in table.names(range(min(100, len(table))))]
-    found = [name for name, why in table.left() if why == "table_without_file_name"]
+    rows = draw(len(table), min(_LOOKED, len(table)), 0)
+    pictures = [name.rpartition("/")[2] for name in table.names(rows)]
     left = collections.defaultdict[str, list[str]](list)
-    for name, why in table.left():
-        left[why].append(name)
-    tables = [*left["beside_tars"], *table.card["facts"].get("unused_tables", ())]
-    for name in [*left["no_picture"][:_LOOKED], *tables[:_LOOKED]]:
-        path, is_beside = table.path(name), name in left["beside_tars"]
+    for name, reason in table.left():
+        left[reason].append(name)
+    tables = [*left["beside_tars"], *table.card["facts"].get("unused_tables", ())][:_LOOKED]
+    found = left["table_without_file_name"]
+    for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
-            if guess.names_pictures(files.path(path), pictures) or (is_beside and guess.is_table(path)):
+            path = table.path(name)
+            if guess.names_pictures(files.path(path), pictures) or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
     advice = "give it the columns file_name and caption, and name them in data.text, as in csv:caption"
     if table.card["rule"].get("source") == "webdataset":
@@ -236,7 +237,7 @@ def _by_name(table: Table) -> Iterable[str]:
     for origin, (count, row) in origins.items():
         column, _, how = origin.rpartition(", ")
         mixed = how.startswith("without the suffix") and f"{column}, exact path" in origins
-        if mixed or how == "by the file name alone":
+        if mixed or how.startswith("by the file name alone"):
             yield (
                 f"captions found {how}: {count:,}, such as that of {_name(table, row)} in "
                 f"{origin.partition(':')[0]}: look at some with `show --sheet`, or write exact "

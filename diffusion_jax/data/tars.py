@@ -18,6 +18,7 @@ import re
 import stat
 import tarfile
 import tempfile
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +41,7 @@ from diffusion_jax.files.user_cache import user_cache
 KEY = "__key__"
 BLOCK = 512
 """Bytes per block of a tar. The header of a member is the block before the member's contents."""
-_INDEX_VERSION = 4
+_INDEX_VERSION = 5
 _OWNER = slice(265, 297)  # The bytes of a header that hold the name of the file's owner.
 _CHECKSUM = b"crc32:"
 _TRUNCATED = "truncated_tar"
@@ -335,9 +336,12 @@ def _is_valid(header: bytes) -> bool:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split a tar member's name into key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy"."""
+    """Split a tar member's name into key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy".
+
+    The key has Unicode's composed form, so that files of a record may have names in other forms.
+    """
     folder, slash, file = name.removeprefix("./").rpartition("/")
-    return folder + slash + file.partition(".")[0], suffix_of(file)
+    return unicodedata.normalize("NFC", folder + slash + file.partition(".")[0]), suffix_of(file)
 
 
 def expand(pattern: str) -> list[str]:
