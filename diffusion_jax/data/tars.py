@@ -130,7 +130,7 @@ def is_trusted(path: str | os.PathLike[str], tar: str) -> bool:
 
     A file that all users may write to is not trusted. At URLs, every file is trusted.
     """
-    if storage.is_url(os.fspath(path)):
+    if storage.is_url(str(path)):
         return True
     try:
         status = os.stat(path)
