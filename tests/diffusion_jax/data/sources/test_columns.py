@@ -91,6 +91,16 @@ def test_a_folder_is_imported_once_and_again_after_it_has_changed(tmp_path, monk
     assert open_saved(tmp_path).texts([0, 1, 2]) == ["new"] * 3
 
 
+def test_one_batch_of_a_compressed_file_is_unpacked_at_a_time(tmp_path):
+    images = [{"bytes": bytes(2**20), "path": None}] * 12
+    write_arrow(tmp_path / "a.arrow", images, ["a"] * 12, rows=4, compression="zstd")
+    del images
+    before = pyarrow.total_allocated_bytes()
+    rows = Columns("a", "text").rows(arrow._saved(tmp_path, [tmp_path / "a.arrow"]), "", LeftOut())
+    peaks = [pyarrow.total_allocated_bytes() - before for _ in rows]
+    assert len(peaks) == 12 and 4 * 2**20 < max(peaks) < 6 * 2**20
+
+
 def test_pictures_in_compressed_files_are_stored_beside_the_table(tmp_path):
     images = [*IMAGES, None, {"bytes": None, "path": "outside.png"}]
     (tmp_path / "outside.png").write_bytes(b"outside")
