@@ -10,6 +10,7 @@ import array
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -19,9 +20,8 @@ import stat
 import tarfile
 import tempfile
 import unicodedata
-import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -352,28 +352,16 @@ def expand(pattern: str) -> list[str]:
     Raises:
         ValueError: there are more than a million names.
     """
-    if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
+    parts = list[tuple[int, Sequence[Any]]]()  # The width of numbers, and the choices.
+    for at, part in enumerate(re.split(_BRACES, pattern)):
+        if at % 2 and (match := re.fullmatch(_NUMBERS, part)):
+            parts.append((len(match[1]), range(int(match[1]), int(match[2]) + 1)))
+        else:
+            parts.append((0, part.split(",") if at % 2 else [part]))
+    if (count := math.prod(len(choices) for _, choices in parts)) > _MAX_NAMES:
         raise ValueError(f"{pattern} stands for {count:,} files: write a pattern for at most {_MAX_NAMES:,}")
-    match = re.search(_BRACES, pattern)
-    if match is None:
-        return [pattern]
-    if numbers := re.fullmatch(_NUMBERS, match[1]):
-        first, last = numbers.groups()
-        parts = [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
-    else:
-        parts = match[1].split(",")
-    return [
-        before + part + after
-        for before in [pattern[: match.start()]]
-        for part in parts
-        for after in expand(pattern[match.end() :])
-    ]
-
-
-def _count(braces: str) -> int:
-    if numbers := re.fullmatch(_NUMBERS, braces):
-        return max(0, int(numbers[2]) - int(numbers[1]) + 1)
-    return braces.count(",") + 1
+    named = [[str(choice).zfill(width) for choice in choices] for width, choices in parts]
+    return list(map("".join, itertools.product(*named)))
 
 
 def find(path: str) -> list[str]:
@@ -478,14 +466,11 @@ class _PlainUnpickler(untrusted.Unpickler):
 
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:
-    try:
+    with contextlib.suppress(Exception):  # A damaged index can raise anything; a new one is built.
         saved = untrusted.read_archive(io.BytesIO(files.path(path).read_bytes()))
         if np.array_equal(saved.pop("stamp"), stamp):
             inventory = Inventory(json.loads(str(saved["inventory"])))
             return Index(**{**saved, "inventory": inventory})
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        pass  # The index is missing or damaged, so a new one is built.
-    return None
 
 
 def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:

@@ -154,6 +154,19 @@ def test_a_damaged_index_or_table_is_rebuilt(tmp_path):
             assert len(index.read_bytes()) > 200 and path.read_bytes() == whole
 
 
+def test_a_flipped_bit_in_an_index_changes_nothing(tmp_path):
+    tar = str(write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "1.txt": b"t", "._1": b""}))
+    first, index = tars.load_index(tar), tmp_path / "a.tar.index.npz"
+    whole = index.read_bytes()
+    for at in range(0, len(whole), 2):
+        damaged = bytearray(whole)
+        damaged[at] ^= 16
+        index.write_bytes(damaged)
+        found = tars.load_index(tar)
+        assert [tars.unpack(of) for of in found[5:]] == [tars.unpack(of) for of in first[5:]], at
+        assert found.span.tolist() == first.span.tolist() and found.inventory.counts == first.inventory.counts
+
+
 def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(tmp_path, monkeypatch, cache):
     tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"x", "1.txt": b"t"})
     write = files.write_whole
