@@ -17,24 +17,16 @@ _WHITE = {"I": 65535, "F": 1}
 _SPACES = {"RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"), "GRAY": ("L", "1"), "CMYK": ("CMYK",), "Lab": ("LAB",)}
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
 
-
 _PRIMARIES = {
     1: (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06),
-    5: (0.3127, 0.329, 0.64, 0.33, 0.29, 0.6, 0.15, 0.06),
-    6: (0.3127, 0.329, 0.63, 0.34, 0.31, 0.595, 0.155, 0.07),
     9: (0.3127, 0.329, 0.708, 0.292, 0.17, 0.797, 0.131, 0.046),
     11: (0.314, 0.351, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06),
     12: (0.3127, 0.329, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06),
 }
-"""x and y of white, red, green and blue, by their numbers in H.273: BT.709, BT.601, BT.2020, P3."""
+"""x and y of white, red, green and blue in BT.709, BT.2020 and P3, by their numbers in H.273."""
 _BT709 = (1 / 0.45, 1 / 1.099, 0.099 / 1.099, 1 / 4.5, 0.081)
-_CURVES = {
-    **dict.fromkeys((1, 6, 14, 15), _BT709),
-    4: (2.2, 1, 0, 0, 0),
-    5: (2.8, 1, 0, 0, 0),
-    8: (1, 1, 0, 0, 0),
-    13: (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045),
-}
+_SRGB = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+_CURVES = {1: _BT709, 4: (2.2, 1, 0, 0, 0), 8: (1, 1, 0, 0, 0), 13: _SRGB, 14: _BT709, 15: _BT709}
 """ICC's parameters g, a, b, c, d of curves: (a v + b)^g from v = d on, and c v below."""
 _D50 = (0.9642, 1, 0.8249)
 _HEAD = 2**16  # Bytes of a PNG in which its colours are described.
@@ -167,10 +159,8 @@ def _profile(primaries: Sequence[float], curve: Sequence[float]) -> bytes:
         tags[name + b"TRC"] = b"para\0\0\0\0\0\3\0\0" + numbers(curve)
     offsets = 132 + 12 * len(tags) + np.cumsum([0, *map(len, tags.values())])
     entries = (struct.pack(">4sII", n, at, len(of)) for (n, of), at in zip(tags.items(), offsets, strict=False))
-    start = b"\4\x30\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(28) + numbers(_D50) + bytes(48)
-    return (
-        struct.pack(">I4x", offsets[-1]) + start + struct.pack(">I", len(tags)) + b"".join([*entries, *tags.values()])
-    )
+    about = b"\4\x30\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(28) + numbers(_D50) + bytes(48)
+    return b"".join([struct.pack(">I4x", offsets[-1]), about, struct.pack(">I", len(tags)), *entries, *tags.values()])
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:
