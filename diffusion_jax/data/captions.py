@@ -113,7 +113,9 @@ def with_origins(parts: Iterable[tuple[Any, float, str | Sequence[str]]]) -> tup
     If the captions of one text have several origins, they are a list. The origin of an Unusable
     error is that of the text which cannot be read.
     """
-    parts = list(parts)
+    match parts := list(parts):
+        case [(str() as text, _, str() as origin)]:  # The most frequent case.
+            return text, [origin]
     text = join((of, weight) for of, weight, _ in parts)
     failed = isinstance(text, Unusable)
     used = [(of, origin) for of, _, origin in parts if (of is text if failed else not isinstance(of, Unusable))]
