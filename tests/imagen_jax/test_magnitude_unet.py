@@ -294,8 +294,8 @@ TINY = (
 )
 
 
-def run(name, *arguments, code=0, devices=1):
-    ended = commands.run(name, *map(str, arguments), devices=devices)
+def run(name, *arguments, code=0):
+    ended = commands.run(name, *map(str, arguments), devices=1, before=commands.skip_rehearsal)
     assert ended.code == code, ended.err
     return ended
 
