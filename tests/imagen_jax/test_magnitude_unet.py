@@ -302,28 +302,21 @@ def run(name, *arguments, code=0):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_magnitude_unet_is_trained_resumed_sampled_and_evaluated(tmp_path):
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    run("train", *TINY, f"--workdir={whole}", "--config.steps=4")
-    run("train", *TINY, f"--workdir={parted}", "--config.steps=2")
-    run("train", *TINY, f"--workdir={parted}", "--config.steps=4")
-    unet = read_settings(runs.load(whole)).unet
+def test_a_magnitude_unet_is_trained_and_sampled_but_not_exported(tmp_path):
+    workdir = tmp_path / "run"
+    run("train", *TINY, f"--workdir={workdir}", "--config.steps=4")
+    unet = read_settings(runs.load(workdir)).unet
     abstract = jax.eval_shape(lambda key: unet.init(key, **example_inputs(unet, 64)), jax.random.key(0))
     abstract = {**abstract, "uncertainty": {"kernel": jax.ShapeDtypeStruct((128,), jnp.float32)}}
     for name in ("raw", "ema"):
-        params, again = (
-            restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4) for workdir in (whole, parted)
-        )
-        jax.tree.map(np.testing.assert_array_equal, params, again)
+        params = restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4)
         for lengths in magnitudes(params).values():
             np.testing.assert_allclose(lengths, 1, atol=2e-4 if name == "raw" else 2e-2)
     prompt = "--prompt=a red seven on gray paper"
-    run("sample", f"--workdir={whole}", prompt, f"--out={tmp_path / 'out'}")
+    run("sample", f"--workdir={workdir}", prompt, f"--out={tmp_path / 'out'}")
     assert (tmp_path / "out" / "seed_000000.png").is_file()
-    run("evaluate", f"--workdir={whole}", "--guidance=1,2", "--num_seen=4", "--num_heldout=4")
-    assert (whole / "evaluation").is_dir()
     nemo = tmp_path / "nemo.npz"
-    ended = run("imagen_jax.weights", "export", f"--from={whole}", f"--to={nemo}", code=2)
+    ended = run("imagen_jax.weights", "export", f"--from={workdir}", f"--to={nemo}", code=2)
     assert "NeMo has no MagnitudeUNet: only models whose unet.kind is 'unet'" in ended.err
 
 
