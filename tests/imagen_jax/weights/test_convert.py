@@ -24,6 +24,7 @@ from imagen_jax import task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.weights.test_nemo import SR256_600M
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
@@ -167,20 +168,7 @@ def test_weights_of_another_model_leave_no_workdir(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-SR = dict(
-    unet_type="sr",
-    noise_cond_aug=True,
-    preconditioning_type="EDM",
-    unet=dict(
-        embed_dim=128,
-        image_size=256,
-        channel_mult=[1, 2, 4, 8, 8],
-        num_resblocks=[2, 4, 8, 8, 8],
-        atnn_enabled_at=[0, 0, 0, 1, 1],
-        learned_sinu_pos_emb_dim=0,
-        skip_connection_scaling=True,
-    ),
-)
+SR = SR256_600M | {"preconditioning_type": "EDM"}
 
 
 @pytest.mark.parametrize(
