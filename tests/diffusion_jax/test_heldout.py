@@ -102,17 +102,10 @@ def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
         "train",
         "--config=configs/quickstart.py",
         work,
-        "--config.steps=4",
-        "--config.heldout.every=4",
-        "--config.data.heldout=0.01",
-        "--config.heldout.records=16",
-        "--config.heldout.levels=4",
-        "--config.sample_every=0",
-        "--config.batch_size=8",
-        "--config.unet.embed_dim=32",
-        "--config.unet.image_size=8",
-        "--config.unet.cond_dim=32",
-        "--config.optimizer.warmup=0",
+        *commands.config_flags(
+            "steps=4 heldout.every=4 data.heldout=0.01 heldout.records=16 heldout.levels=4 sample_every=0 "
+            "batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 optimizer.warmup=0"
+        ),
         devices=1,
         before=commands.skip_rehearsal,
     )

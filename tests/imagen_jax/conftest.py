@@ -19,16 +19,10 @@ from tests.imagen_jax import commands
 # The schedule is constant, so that a step does not depend on the total number of steps.
 TINY = (
     "--config=configs/quickstart.py",
-    "--config.unet.embed_dim=32",
-    "--config.unet.head_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.text.width=32",
-    "--config.batch_size=8",
-    "--config.optimizer.schedule=constant",
-    "--config.optimizer.warmup=3",
-    "--config.sampler.steps=2",
-    "--config.sample_every=0",
-    "--config.log_every=1",
+    *commands.config_flags(
+        "unet.embed_dim=32 unet.head_dim=32 unet.cond_dim=32 text.width=32 batch_size=8 optimizer.schedule=constant "
+        "optimizer.warmup=3 sampler.steps=2 sample_every=0 log_every=1"
+    ),
 )
 STDERR = "stderr.txt"
 SAMPLES = "taken"

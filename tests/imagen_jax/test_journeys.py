@@ -35,35 +35,26 @@ PROMPT = "a red seven on gray paper"
 TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
 BOTH = (
     *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
-    "--config.batch_size=8",
-    "--config.steps=3",
-    "--config.log_every=1",
-    "--config.sample_every=3",
-    "--config.optimizer.warmup=0",
-    "--config.optimizer.lr=0.01",
-    "--config.optimizer.ema_decays=(0.1,)",
-    "--config.sampler.steps=2",
-    "--config.data.min_size=0",
-    "--config.unet.dtype=float32",
-    "--config.unet.embed_dim=32",
-    "--config.unet.head_dim=32",
+    *commands.config_flags(
+        "batch_size=8 steps=3 log_every=1 sample_every=3 optimizer.warmup=0 optimizer.lr=0.01 "
+        "optimizer.ema_decays=(0.1,) sampler.steps=2 data.min_size=0 unet.dtype=float32 unet.embed_dim=32 "
+        "unet.head_dim=32"
+    ),
 )
 BASE = (
     "--config=configs/base64_500m.py",
     *BOTH,
-    "--config.unet.image_size=16",
-    "--config.unet.channel_mult=(1,)",
-    "--config.unet.num_res_blocks=1",
-    "--config.unet.attention_resolutions=(16,)",
-    "--config.unet.cond_dim=32",
+    *commands.config_flags(
+        "unet.image_size=16 unet.channel_mult=(1,) unet.num_res_blocks=1 unet.attention_resolutions=(16,) "
+        "unet.cond_dim=32"
+    ),
 )
 SR = (
     "--config=configs/sr256_600m.py",
     *BOTH,
-    "--config.unet.image_size=64",
-    "--config.unet.channel_mult=(1,1)",
-    "--config.unet.num_res_blocks=(1,1)",
-    "--config.unet.attention_levels=(1,)",
+    *commands.config_flags(
+        "unet.image_size=64 unet.channel_mult=(1,1) unet.num_res_blocks=(1,1) unet.attention_levels=(1,)"
+    ),
 )
 
 

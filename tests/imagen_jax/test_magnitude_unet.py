@@ -283,14 +283,10 @@ def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
 
 TINY = (
     "--config=configs/quickstart_mp.py",
-    "--config.unet.embed_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.batch_size=8",
-    "--config.log_every=1",
-    "--config.save_every=2",
-    "--config.sample_every=0",
-    "--config.optimizer.warmup=0",
-    "--config.sampler.steps=2",
+    *commands.config_flags(
+        "unet.embed_dim=32 unet.cond_dim=32 batch_size=8 log_every=1 save_every=2 sample_every=0 optimizer.warmup=0 "
+        "sampler.steps=2"
+    ),
 )
 
 
