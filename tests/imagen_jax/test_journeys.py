@@ -29,7 +29,7 @@ from imagen_jax.weights import nemo
 from tests.diffusion_jax.metrics import standin
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
-from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.cases import ONE_LEVEL, random_weights
 
 PROMPT = "a red seven on gray paper"
 TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
@@ -195,16 +195,7 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
 @pytest.mark.slow
 def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=16,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(16,),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, image_size=16, attention_resolutions=(16,), dtype="float32")
     c.text.update(TEXT)
     s = read_settings(c.to_dict())
     state = {nemo.PREFIX + n: a for n, a in random_weights(s.unet, s.text.width).items()}

@@ -14,6 +14,7 @@ from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import training_noise
+from tests.imagen_jax.cases import ONE_LEVEL
 
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
 
@@ -21,17 +22,7 @@ CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black
 def settings(**changes):
     """Return settings of a tiny model. diffusion__noise="cosine" sets config.diffusion.noise."""
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=8,
-        patch=2,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(4,),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, patch=2, attention_resolutions=(4,), dtype="float32")
     c.text.update(encoder="hashed", width=32, max_tokens=6, drop_prob=0.5)
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
     c.data.update(source="diffusion_jax.examples.digits", text="txt")

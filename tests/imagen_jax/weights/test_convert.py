@@ -23,7 +23,7 @@ from diffusion_jax.weights import torch_files
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
-from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.cases import ONE_LEVEL, random_weights
 from tests.imagen_jax.weights.test_nemo import SR256_600M
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
@@ -32,16 +32,7 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 def tiny():
     """Return the config of a tiny model with attention only in the middle."""
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=16,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, image_size=16, dtype="float32")
     c.text.update(encoder="hashed", width=32, max_tokens=6)
     c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=0)
     c.batch_size, c.prompts = 8, ("a red seven on gray paper",)
