@@ -99,7 +99,6 @@ def test_a_tab_waits_for_another_tabs_job_until_it_is_cancelled(page, address):
     other.close()
 
 
-@pytest.mark.gate
 def test_a_grid_shows_one_picture_per_combination_of_settings(page):
     page.click("#grid summary")
     for axis, name, values in (("x", "guidance", "1; 4"), ("y", "steps", "2; 3")):
@@ -210,7 +209,6 @@ def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, e
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
 
 
-@pytest.mark.gate
 def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(browser, trained, enlarger, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
