@@ -99,22 +99,6 @@ def test_a_tab_waits_for_another_tabs_job_until_it_is_cancelled(page, address):
     other.close()
 
 
-def test_a_grid_shows_one_picture_per_combination_of_settings(page):
-    page.click("#grid summary")
-    for axis, name, values in (("x", "guidance", "1; 4"), ("y", "steps", "2; 3")):
-        page.select_option(f"#{axis}", name)
-        page.fill(f"#{axis}-values", values)
-    draw(page, count=1)
-    grid = drawn(page)
-    assert len(set(grid)) == 4
-    assert page.locator("thead th").all_inner_texts() == ["guidance 1", "guidance 4"]
-    assert page.locator("tbody th").all_inner_texts() == ["steps 2", "steps 3"]
-    page.select_option("#x", "")
-    page.select_option("#y", "")
-    draw(page, count=1, guidance=4, steps=2)
-    assert drawn(page) == [grid[1]]
-
-
 def test_clicking_a_point_of_a_sweep_shows_its_pictures_and_sets_the_form(page, address):
     page.click("#tab-sweeps")
     expect(page.locator("svg .hit")).to_have_count(4)
