@@ -130,11 +130,6 @@ def test_exporting_a_run_to_nemo_is_exact(nemos, converted, tmp_path, suffix):
     assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
 
-def test_converting_into_an_existing_workdir_is_an_error(converted):
-    with pytest.raises(ValueError, match="holds checkpoints already: name a new folder"):
-        convert.to_workdir(converted.parent / "model.npz", tiny(), converted)
-
-
 def test_a_conversion_killed_before_its_check_is_repeated(converted, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
