@@ -13,6 +13,7 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
+from imagen_jax.weights import nemo
 from tests import shared
 from tests.imagen_jax import commands
 
@@ -38,6 +39,14 @@ class Interrupted(NamedTuple):
     """The last whole checkpoint after each process."""
     last_line: list[int]
     """The step of the last line in the metrics after each process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_traced_once():
+    """Trace the shapes of each network once, which takes most of the time to read tiny weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nemo, "abstract_params", functools.cache(nemo.abstract_params))
+        yield
 
 
 @pytest.fixture(scope="session")
