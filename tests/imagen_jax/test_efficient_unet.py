@@ -85,16 +85,6 @@ def test_bfloat16_is_within_3_percent_of_float32_at_another_image_size():
     assert 1e-4 < error < 0.03, error
 
 
-def test_a_missing_low_res_image_or_time_is_an_error():
-    unet, arguments = EfficientUNet(**SMALL, noise_aug=True), inputs()
-    init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0))
-    with pytest.raises(ValueError, match="must be called with the argument low_res_time"):
-        init(**arguments)
-    del arguments["low_res"]
-    with pytest.raises(ValueError, match="low_res=True must be called with the argument"):
-        init(**arguments, low_res_time=arguments["time"])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
