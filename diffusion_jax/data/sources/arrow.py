@@ -164,6 +164,8 @@ class Columns(NamedTuple):
                 if str(field.type) in ("binary", "large_binary"):
                     cast = f"cast_column({field.name!r}, datasets.Image())"
                     advice = f"if {field.name} holds picture files, save the data set after {cast}"
+                elif field.name.lower() == "url":
+                    advice = f"download the pictures that {field.name} names, as `prepare download` does"
             raise ValueError(f"{self.name} has no image column, but only the columns {columns}: {advice}")
         if missing and (self.uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(
