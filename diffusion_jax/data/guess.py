@@ -164,8 +164,8 @@ def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
 def describes(path: str, pictures: Collection[str]) -> bool:
     """Return whether a table holds captions of pictures, by its first rows.
 
-    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix.
-    Large tables and those at URLs are not read.
+    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix,
+    and another has texts of several words. Large tables and those at URLs are not read.
     """
     if storage.is_url(path) or os.path.getsize(path) > _LARGE:
         return False
@@ -176,7 +176,8 @@ def describes(path: str, pictures: Collection[str]) -> bool:
         if not columns or {rows.KEY, "status"} <= columns.keys():  # What img2dataset did.
             return False
         named = any(len(cells & stems) >= max(1, min(2, len(stems))) for cells in columns.values())
-        return named or bool(rows.name_column(columns) and rows.likely(columns))
+        has_texts = any(has_several_words(str(cell)) for row in first for cell in row.values())
+        return (named and has_texts) or bool(rows.name_column(columns) and rows.likely(columns))
     return False
 
 

@@ -104,9 +104,8 @@ class Tables:
 
     def write(self) -> None:
         """Write the ids of the opened tables into the workdir, and its path beside these tables."""
-        if self._ids == self._used:
-            return
-        files.write_whole(self._path, json.dumps(self._ids))
+        if self._ids != self._used:
+            files.write_whole(self._path, json.dumps(self._ids))
         for folder, id in self._homes:
             with contextlib.suppress(OSError):  # It may be another user's.
                 files.write_whole(folder / f"run-{_digest(str(self._path))}.json", json.dumps([str(self._path), id]))
