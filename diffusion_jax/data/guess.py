@@ -17,13 +17,14 @@ from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.table import Table
-from diffusion_jax.files import local, untrusted
+from diffusion_jax.files import untrusted
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
+_LARGE = 2**26  # Number of bytes of a table that takes long to read.
 _MOST = 2**22  # Number of bytes in which names of pictures are looked for.
 
 
@@ -163,16 +164,20 @@ def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
 def describes(path: str, pictures: Collection[str]) -> bool:
     """Return whether a table holds captions of pictures, by its first rows.
 
-    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix.
+    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix,
+    and another has texts of several words. Large tables and those at URLs are not read.
     """
+    if storage.is_url(path) or os.path.getsize(path) > _LARGE:
+        return False
     stems = {os.path.splitext(name)[0] for name in pictures}
     with contextlib.suppress(ValueError, OSError):
-        first = [row for _, row in itertools.islice(rows.read(local(path)), _LOOKED)]
+        first = [row for _, row in itertools.islice(rows.read(pathlib.Path(path)), _LOOKED)]
         columns = {name: {str(row.get(name)).partition(".")[0] for row in first} for name in dict(*first[:1])}
         if not columns or {rows.KEY, "status"} <= columns.keys():  # What img2dataset did.
             return False
         named = any(len(cells & stems) >= max(1, min(2, len(stems))) for cells in columns.values())
-        return named or bool(rows.name_column(columns) and rows.likely(columns))
+        has_texts = any(has_several_words(str(cell)) for row in first for cell in row.values())
+        return (named and has_texts) or bool(rows.name_column(columns) and rows.likely(columns))
     return False
 
 

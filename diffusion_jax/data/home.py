@@ -30,6 +30,7 @@ import numpy as np
 from absl import logging
 
 from diffusion_jax import files
+from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
@@ -60,6 +61,11 @@ class Source(NamedTuple):
     which are logged whenever the table is opened."""
     stamps: Sequence[str] = ()
     """What storage.stamps returns for the files, if it is known."""
+
+
+def rule(source: str, text: str, fields: Sequence[Field], **more: Any) -> dict[str, Any]:
+    """Return Source.rule: data.source, data.text, the numbers, and more settings."""
+    return {"source": source, "text": text, "ranges": [*map(str, fields)], "fields": [f.name for f in fields], **more}
 
 
 class Tables:
@@ -98,9 +104,8 @@ class Tables:
 
     def write(self) -> None:
         """Write the ids of the opened tables into the workdir, and its path beside these tables."""
-        if self._ids == self._used:
-            return
-        files.write_whole(self._path, json.dumps(self._ids))
+        if self._ids != self._used:
+            files.write_whole(self._path, json.dumps(self._ids))
         for folder, id in self._homes:
             with contextlib.suppress(OSError):  # It may be another user's.
                 files.write_whole(folder / f"run-{_digest(str(self._path))}.json", json.dumps([str(self._path), id]))

@@ -38,11 +38,7 @@ class Inventory:
         if number:
             self.counts[kind] += number
             first = self.first.setdefault(kind, [])
-            first += names[: self.room(kind)]
-
-    def room(self, kind: str) -> int:
-        """Return how many more names of this kind are kept."""
-        return _NAMED - len(self.first.get(kind, []))
+            first += names[: _NAMED - len(first)]
 
     def update(self, other: "Inventory") -> None:
         """Add all files of another inventory."""

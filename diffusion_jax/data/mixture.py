@@ -1,7 +1,7 @@
 """Define Mixture, a data set that combines several sources with given weights."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,11 +74,7 @@ class Mixture(Pictures):
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """Return each picture's caption or embeddings, without reading the image if possible."""
-        texts: list[Any] = [None] * len(indices)
-        for part, rows, inside in self._split(indices):
-            for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
-                texts[row] = text
-        return texts
+        return self._gather(indices, lambda part, inside: part.texts(inside))
 
     def usable(
         self, indices: Int[np.ndarray, "B"]
@@ -109,18 +105,11 @@ class Mixture(Pictures):
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return each picture's name, as defined by the source that holds the picture."""
-        names = [""] * len(indices)
-        for part, rows, inside in self._split(indices):
-            for row, name in zip(rows.tolist(), part.names(inside), strict=True):
-                names[row] = name
-        return names
+        return self._gather(indices, lambda part, inside: part.names(inside))
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures by reason, summed over all sources."""
-        total = collections.Counter()
-        for part in self.parts:
-            total.update(part.skipped())
-        return dict(total)
+        return dict(sum((collections.Counter(part.skipped()) for part in self.parts), collections.Counter()))
 
     def inventory(self) -> Inventory:
         """Return the files of all sources together."""
@@ -128,6 +117,11 @@ class Mixture(Pictures):
         for part in self.parts:
             total.update(part.inventory())
         return total
+
+    def _gather(self, indices: np.ndarray, read: Callable[[Pictures, np.ndarray], Sequence[Any]]) -> list[Any]:
+        """Return what `read` returns of each picture."""
+        found = [(r, of) for part, rows, i in self._split(indices) for r, of in zip(rows, read(part, i), strict=True)]
+        return [of for _, of in sorted(found, key=lambda pair: pair[0])]
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
         """Yield (source, positions in `indices`, indices within the source) for each source."""

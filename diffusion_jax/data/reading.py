@@ -59,28 +59,18 @@ def ends(places: Sequence[Place], size: int) -> list[bytes]:
     Raises:
         OSError: a file was removed.
     """
-    cut = {place: _cut(place, size) for place in places if place.kind in (TAR, BYTES)}
-    parts = iter(storage.read_ranges(*zip(*cut.values(), strict=True)) if cut else ())
-    found = {place: next(parts) for place in cut}
-    for place in places:
-        if place.kind == FILE:
-            found[place] = _end_of_file(place.file, size)
+    cut = {place: _cut(place, size) for place in places if place.kind in (FILE, TAR, BYTES)}
+    parts = storage.read_ranges(*zip(*cut.values(), strict=True)) if cut else ()
+    found = dict(zip(cut, parts, strict=True))
     found |= {p: b"" if isinstance(c, Unusable) else c for p, c in _read_records(places).items()}
     return [found[place] for place in places]
 
 
 def _cut(place: Place, size: int) -> tuple[str, int, int]:
-    last = place.at + place.size
+    last = os.path.getsize(place.file) if place.kind == FILE else place.at + place.size
     if size < 0:
         return place.file, max(place.at, last + size), last
     return place.file, place.at, min(last, place.at + size)
-
-
-def _end_of_file(path: str, size: int) -> bytes:
-    with open(path, "rb") as file:
-        if size < 0:
-            file.seek(max(0, file.seek(0, os.SEEK_END) + size))
-        return file.read(abs(size))
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes | Unusable:

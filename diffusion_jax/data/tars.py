@@ -49,6 +49,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, b
 _CHUNK = 2**17
 _MAX_ZEROS = 2**20  # Largest usual number of zero bytes at the end of a tar.
 _WDINFO = ".pkl"
+_OWN = ("reshard.json", "moments.json")  # How the tars beside them were made.
 _BRACES = r"\{([^{}]*)\}"
 _NUMBERS = r"(\d+)\.\.(\d+)"
 _MAX_NAMES = 1_000_000  # Largest number of names that a pattern may expand to.
@@ -414,10 +415,10 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
 
 
 def _count_others(names: list[str], tars: list[str], inventory: Inventory) -> None:
-    """Add the files beside tars to the inventory, except for their indices."""
+    """Add the files beside tars to the inventory, except for those that this package wrote."""
     stems = {tar[: -len(".tar")] for tar in tars}
-    of_tars = {*tars, *(f"{tar}.index.npz" for tar in tars)}
-    for name in (name for name in names if name not in of_tars):
+    own = {*tars, *(f"{tar}.index.npz" for tar in tars)}
+    for name in (name for name in names if name not in own and os.path.basename(name) not in _OWN):
         stem, suffix = os.path.splitext(name.lower())
         is_read = suffix in READERS or suffix[1:] in untrusted.image_suffixes()
         # img2dataset writes NAME.parquet and NAME_stats.json about NAME.tar.

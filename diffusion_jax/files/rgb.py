@@ -29,8 +29,7 @@ _SRGB = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
 _CURVES = {1: _BT709, 4: (2.2, 1, 0, 0, 0), 8: (1, 1, 0, 0, 0), 13: _SRGB, 14: _BT709, 15: _BT709}
 """ICC's parameters g, a, b, c, d of curves: (a v + b)^g from v = d on, and c v below."""
 _D50 = (0.9642, 1, 0.8249)
-_HEAD = 2**16  # Bytes of a PNG in which its colours are described.
-_SRGB_GAMMA, _GAMMA_TOLERANCE = 1 / 2.2, 0.05  # As libpng, which writers of sRGB rely on.
+_GAMMA_TOLERANCE = 0.05  # As libpng, which writers of sRGB rely on.
 
 
 def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> None:
@@ -48,12 +47,14 @@ def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> 
             image.info["transparency"] = (colour & white) * (255 // white)
         elif kind == "RGB;16B":
             image.info["transparency"] = tuple(value >> 8 for value in colour)
-    if image.format == "PNG" and (profile := _png_profile(image, source)):
-        image.info["icc_profile"] = profile
-    if image.format == "JPEG2000" and image.mode != "I;16":
+    if image.format not in ("PNG", "JPEG2000"):
+        return
+    content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
+    if image.format == "PNG":
+        image.info |= _png_profile(image.info, content[: content.find(b"IDAT")])
+    elif image.mode != "I;16":
         # Of deep colours, Pillow turns white into black. The byte 40 after the marker SIZ holds the
         # bits of the first colour, less 1.
-        content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
         depth = (content[content.find(b"\xff\x4f\xff\x51") + 42] & 127) + 1
         if depth > 8:
             raise OSError(f"a JPEG 2000 with {depth} bits per colour: save the image with 8 bits")
@@ -119,29 +120,23 @@ def to_mask(image: Image.Image) -> Image.Image:
     return flat
 
 
-def _png_profile(image: Image.Image, source: bytes | str | os.PathLike[str]) -> bytes:
-    """Return the profile that the chunk cICP of a PNG means, or else gAMA and cHRM, or b"".
+def _png_profile(info: Mapping[Any, Any], head: bytes) -> dict[Any, bytes]:
+    """Return the profile that the chunk cICP of a PNG means, or else gAMA and cHRM, if any.
 
     Raises OSError for pictures of high dynamic range.
     """
-    if isinstance(source, bytes):
-        head = source[: source.find(b"IDAT")]
-    else:
-        with open(source, "rb") as file:
-            head = file.read(_HEAD).partition(b"IDAT")[0]
     if (at := head.find(b"\0\0\0\4cICP")) > 0:
-        primaries, transfer, *_ = head[at + 8 : at + 12]
+        number, transfer, *_ = head[at + 8 : at + 12]
         if transfer in (16, 18):
             raise OSError("a PNG of high dynamic range (PQ or HLG): save the image in sRGB")
-        known = primaries in _PRIMARIES and transfer in _CURVES
-        return _profile(_PRIMARIES[primaries], _CURVES[transfer]) if known else b""
-    info = image.info
+        is_known = number in _PRIMARIES and transfer in _CURVES
+        return {"icc_profile": _profile(_PRIMARIES[number], _CURVES[transfer])} if is_known else {}
     gamma = 0 if info.keys() & {"icc_profile", "srgb"} else info.get("gamma", 0)
-    if not 0.01 < gamma < 100 or abs(gamma / _SRGB_GAMMA - 1) < _GAMMA_TOLERANCE:
-        return b""
-    primaries = info.get("chromaticity", _PRIMARIES[1])
-    is_valid = min(primaries) > 0 and max(primaries) < 1
-    return _profile(primaries if is_valid else _PRIMARIES[1], (1 / gamma, 1, 0, 0, 0))
+    if not 0.01 < gamma < 100 or abs(gamma * 2.2 - 1) < _GAMMA_TOLERANCE:
+        return {}
+    primaries = info.get("chromaticity", ())
+    is_valid = primaries and min(primaries) > 0 and max(primaries) < 1
+    return {"icc_profile": _profile(primaries if is_valid else _PRIMARIES[1], (1 / gamma, 1, 0, 0, 0))}
 
 
 def _profile(primaries: Sequence[float], curve: Sequence[float]) -> bytes:

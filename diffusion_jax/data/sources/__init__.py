@@ -188,8 +188,7 @@ def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
 
 def _open(data: Data, shapes: TaskShapes) -> Records | Pictures:
     if data.source in ("arrow", "huggingface", "arrayrecord", "tfds"):
-        ranges = list(map(str, picture_fields.read(data.fields)))
-        rule = {"source": data.source, "text": data.text, "ranges": ranges}
+        rule = home.rule(data.source, data.text, picture_fields.read(data.fields))
         if (table := home.saved(data.path, rule)) is not None:
             return table
     return _opener(data.source)(data, shapes)

@@ -54,13 +54,7 @@ def open_files(path: str | os.PathLike[str], text: str = "txt", fields: Sequence
     """
     records.check_places(fields, ("json",))
     texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
-    rule = {
-        "source": "arrayrecord",
-        "text": text,
-        "images": images,
-        "ranges": list(map(str, fields)),
-        "fields": [of.name for of in fields],
-    }
+    rule = home.rule("arrayrecord", text, fields, images=images)
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
         number = 0

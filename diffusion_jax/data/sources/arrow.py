@@ -102,13 +102,7 @@ class Columns(NamedTuple):
     def open(self, root: str, paths: Sequence[str], rule: dict[str, Any], batches: Any) -> Table:
         """Open the table of the data set in these files, which batches() reads; see `rows`."""
         records.check_places(self.fields, ())
-        rule = {
-            **rule,
-            "text": self.text,
-            "uncaptioned": self.uncaptioned == "empty",
-            "ranges": list(map(str, self.fields)),
-            "fields": [field.name for field in self.fields],
-        }
+        rule = home.rule(text=self.text, fields=self.fields, uncaptioned=self.uncaptioned == "empty", **rule)
         read = lambda inventory: self.rows(batches(), root, inventory)
         table = home.open_table(home.Source(root, paths, rule, read, LeftOut(), {}))
         table.prefix = f"{self.name}, "
@@ -164,6 +158,8 @@ class Columns(NamedTuple):
                 if str(field.type) in ("binary", "large_binary"):
                     cast = f"cast_column({field.name!r}, datasets.Image())"
                     advice = f"if {field.name} holds picture files, save the data set after {cast}"
+                elif field.name.lower() == "url":
+                    advice = f"download the pictures that {field.name} names, as `prepare download` does"
             raise ValueError(f"{self.name} has no image column, but only the columns {columns}: {advice}")
         if missing and (self.uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(

@@ -61,7 +61,7 @@ def open_folder(
             lack a text and `uncaptioned` is "drop", images lack a number or mask, or `text` or
             `fields` names a table that is missing or damaged.
     """
-    rule = _rule(text, fields, mask)
+    rule = home.rule("folder", text, fields, mask=mask)
     table = home.saved(path, rule) or home.open_table(_Files(path, text, fields, mask).source())
     empty = uncaptioned == "empty"
     bare = table.bare()[: None if not empty else 0]
@@ -93,10 +93,6 @@ def num_captioned(path: str | os.PathLike[str], text: str) -> int:
     return len(set[str]().union(*(texts for _, texts in found.texts(LeftOut()))))
 
 
-def _rule(text: str, fields: Sequence[Field], mask: str) -> dict[str, Any]:
-    return {"source": "folder", "text": text, "mask": mask, "ranges": list(map(str, fields))}
-
-
 class _Files:
     """The files under a folder, and which of them belong to each image."""
 
@@ -113,17 +109,14 @@ class _Files:
                 f"data.path is the file {path}, but data.text is {text!r}: name a folder or, with "
                 "data.text=csv:COLUMN, a table"
             )
-        self._rule = _rule(text, fields, mask) | {
-            "table": table,
-            "images": untrusted.image_suffixes(),
-            "fields": [field.name for field in fields],
-        }
+        images = untrusted.image_suffixes()
+        self._rule = home.rule("folder", text, fields, mask=mask, table=table, images=images)
         self._root, self._left, self._mask = pathlib.Path(root), LeftOut(), mask
         self._prefix, prefix = os.path.join(self._root, ""), os.path.join(root, "")
         found = (name.removeprefix(prefix) for name in storage.walk(root, self._left))
         is_other = lambda name: table and name != table and name.lower().endswith(kind)
         self._names = {name: records.suffix_of(name) for name in found if not is_other(name)}
-        kinds = frozenset(untrusted.image_suffixes())
+        kinds = frozenset(images)
         pictures = dict.fromkeys(n for n, kind in self._names.items() if kind.rpartition(".")[2] in kinds)
         self._others = {name: kind for name, kind in self._names.items() if name not in pictures}
         masks = masks_of([*pictures])

@@ -10,12 +10,9 @@ import contextlib
 import functools
 import mmap
 import os
-import pathlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.picture_fields import Field
@@ -57,7 +54,7 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
     import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
     records.check_places(fields, ())
-    texts, image, source, decoders = captions.alternatives(text), "", None, {}
+    texts, image, decoders = captions.alternatives(text), "", {}
     with _explained(path):
         for about in _ABOUT:
             storage.refuse_pointer(os.path.join(name, about))
@@ -69,14 +66,12 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
         if images := [name for name, kind in features if isinstance(kind, tfds.features.Image)]:
             image = records.image_column(images, path)
             decoders = {image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
-            with contextlib.suppress(NotImplementedError):  # There is none for TFRecord files.
-                source = builder.as_data_source(split, decoders=decoders)
     if not images:
         raise ValueError(f"{name} has no image feature: choose a data set of images")
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
         number, checked = 0, False
-        for place, example in _examples(path, builder.info, parts, image, source, decoders):
+        for place, example in _examples(path, builder.info, parts, image, decoders):
             if isinstance(example, Unusable):
                 row = Row(str(number), number, place, example)
             else:
@@ -91,13 +86,7 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
         inventory.add(PICTURES, (), number)
 
     root = os.fspath(builder.data_dir)
-    rule = {
-        "source": "tfds",
-        "split": split,
-        "text": text,
-        "ranges": list(map(str, fields)),
-        "fields": [field.name for field in fields],
-    }
+    rule = home.rule("tfds", text, fields, split=split)
     files = [*(os.path.join(root, name) for name in _ABOUT), *(os.fspath(part.filename) for part in parts)]
     table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
     table.prefix = f"{path}, "
@@ -133,72 +122,40 @@ def _explained(path: str) -> Iterator[None]:
         ) from error
 
 
-def _examples(
-    path: str, info: Any, parts: Sequence[Any], image: str, source: Any, decoders: Any
-) -> Iterator[tuple[Place | bytes, Any]]:
-    """Yield the place of the image of each example in `parts`, and the example or Unusable.
-
-    `source` holds the examples, unless they are in TFRecord files.
-    """
+def _examples(path: str, info: Any, parts: Sequence[Any], image: str, decoders: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield the place of the image of each example in `parts`, and the example or Unusable."""
+    readers = {"ARRAY_RECORD": _array_records, "TFRECORD": _frames}
     with _explained(path):
-        if source is None:
-            yield from _in_tf_records(info, parts, image, decoders)
-        elif info.file_format.name == "ARRAY_RECORD":
-            every = ((part, n) for part in parts for n in range(part.skip, part.skip + part.take))
-            for (part, number), example in zip(every, _in_order(source), strict=True):
-                place = Place(os.fspath(part.filename), number, -1, f"{reading.RECORD}{image}")
-                yield place, example
-        else:
-            yield from ((b"" if isinstance(e, Unusable) else e[image], e) for e in _in_order(source))
-
-
-def _in_order(source: Any) -> Iterator[Any]:
-    for first in range(0, len(source), _CHUNK):
-        indices = list(range(first, min(first + _CHUNK, len(source))))
-        try:
-            found = source.__getitems__(indices)
-        except (RuntimeError, ValueError):  # At least one is damaged.
-            found = [_one(source, index) for index in indices]
-        yield from found
-
-
-def _one(source: Any, index: int) -> Any:
-    try:
-        return source[index]
-    except (RuntimeError, ValueError) as error:
-        return Unusable("broken_record", " ".join(str(error).split()))
-
-
-def _in_tf_records(info: Any, parts: Sequence[Any], image: str, decoders: Any) -> Iterator[tuple[Place, Any]]:
-    if info.file_format.name != "TFRECORD":
-        raise ValueError(f"the file format {info.file_format.name} has no random access")
-    for part in parts:
-        with (
-            pathlib.Path(part.filename).open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        ):
-            frames = _frames(mapped, part.filename)[part.skip :][: part.take]
-            for first, last in frames.tolist():
-                place = Place(os.fspath(part.filename), first, last - first, reading.FRAME + image)
-                example = tf_examples.checked(mapped[first : last + tf_examples.CHECKSUM.size])
+        if info.file_format.name not in readers:
+            raise ValueError(f"the file format {info.file_format.name} has no random access")
+        for part in parts:
+            for place, example in readers[info.file_format.name](os.fspath(part.filename), part.skip, part.take):
                 if not isinstance(example, Unusable):
                     example = info.features.deserialize_example_np(example, decoders=decoders)
-                yield place, example
+                yield place._replace(kind=place.kind + image), example
 
 
-def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
-    """Return the byte range [first, last) of each record's contents, as an array [N, 2].
+def _array_records(path: str, skip: int, take: int) -> Iterator[tuple[Place, bytes | Unusable]]:
+    reader, damaged = tf_examples.open_file(path), Unusable("broken_record", "it cannot be read")
+    for first in range(skip, skip + take, _CHUNK):
+        numbers = list(range(first, min(first + _CHUNK, skip + take)))
+        for number, message in zip(numbers, tf_examples.messages(reader, numbers), strict=True):
+            yield Place(path, number, -1, reading.RECORD), damaged if message is None else message
 
-    Raises ValueError if the TFRecord file is truncated. `name` is the file's path, for the message.
-    """
-    spans, position, end = [], 0, len(mapped)
-    while position < end:
-        (length,) = _LENGTH.unpack_from(mapped, position) if position + 12 <= end else (end,)
-        spans.append((position + 12, position + 12 + length))
-        position += 12 + length + 4
-    if position != end:
-        raise ValueError(f"{name} is not a complete TFRecord file: write it again")
-    return np.array(spans, np.int64).reshape(-1, 2)
+
+def _frames(path: str, skip: int, take: int) -> Iterator[tuple[Place, bytes | Unusable]]:
+    """Yield the records of a TFRecord file. Raises ValueError if it is truncated."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        spans, position, end = [], 0, len(mapped)
+        while position < end:
+            (length,) = _LENGTH.unpack_from(mapped, position) if position + 12 <= end else (end,)
+            spans.append((position + 12, position + 12 + length))
+            position += 12 + length + 4
+        if position != end:
+            raise ValueError(f"{path} is not a complete TFRecord file: write it again")
+        for first, last in spans[skip:][:take]:
+            example = tf_examples.checked(mapped[first : last + tf_examples.CHECKSUM.size])
+            yield Place(path, first, last - first, reading.FRAME), example
 
 
 def _builder(tfds: Any, name: str) -> Any:

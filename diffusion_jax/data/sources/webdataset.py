@@ -104,19 +104,14 @@ def import_tars(
         FileNotFoundError: a tar is missing.
         ValueError: there are no tars, a wdinfo.pkl is damaged, or `text` or `fields` is wrong.
     """
-    settings = {"source": "webdataset", "text": text, "ranges": list(map(str, fields))}
+    settings = home.rule("webdataset", text, fields)
     if (table := home.saved(path, settings)) is not None:
         return table
     beside = LeftOut()
     names, stamps = tars.find_stamped(os.fspath(path), beside)
     root = _root(os.fspath(path), names)
     importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
-    rule = {
-        **settings,
-        "path": f"{path}/".removeprefix(root).rstrip("/"),
-        "images": importer.images,
-        "fields": [field.name for field in fields],
-    }
+    rule = {**settings, "path": f"{path}/".removeprefix(root).rstrip("/"), "images": importer.images}
     table = home.open_table(home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps))
     inventory = table.inventory()
     inventory.update(beside)

@@ -179,6 +179,7 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(FINE, m_csv=NAMED), ["files that may hold captions, but are not read: 1, such as m.csv"]),
         (several(FINE, m_txt=NAMED), ["files that may hold captions, but are not read: 1, such as m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
+        (several(FINE, m_csv="id,label\n0,cat\n1,dog\n"), []),
         (several(FINE, m_csv="key,caption,status\n0,a,ok\n1,a,ok\n"), []),
         (
             several([None] * 12, m_csv="id,name\n10,a shirt\n11,a skirt\n"),

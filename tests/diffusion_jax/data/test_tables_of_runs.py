@@ -108,7 +108,16 @@ def test_the_table_of_a_run_is_kept_as_long_as_its_workdir(folder):
         home_of_data = files.path(open_folder(folder).home)
     assert names_of_run(folder) == ["b.png", "d.png", "e.png"]
     assert len(list(home_of_data.glob("card-*.json"))) == 4
-    shutil.rmtree(folder.parent / "run")
+    (folder.parent / "run").rename(folder.parent / "moved")
+    for turn in range(2):
+        with home.tables_of(folder.parent / "moved") as tables:
+            assert len(open_folder(folder)) == 3
+        tables.write()
+        for number in range(4):
+            write(folder, f"f{number}", f"edited, {turn}")
+            open_folder(folder)
+    assert len(list(home_of_data.glob("run-*"))) == 1
+    shutil.rmtree(folder.parent / "moved")
     write(folder, "g", "new")
     open_folder(folder)
     assert len(list(home_of_data.glob("card-*.json"))) == 3 and not list(home_of_data.glob("run-*"))

@@ -167,6 +167,8 @@ def test_a_table_without_rows_or_an_image_column_is_an_error():
     table = table.append_column("jpg", pyarrow.array([b"x"]))
     with pytest.raises(ValueError, match=r"text, jpg: if jpg holds .* cast_column\('jpg', datasets"):
         rows_of(table, "text")
+    with pytest.raises(ValueError, match=r"columns URL, TEXT: download the pictures that URL names, as `prepare downl"):
+        rows_of(pyarrow.table({"URL": ["http://a/b.jpg"], "TEXT": ["a"]}), "TEXT")
     with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
         rows_of(table[:0], "text")
 
