@@ -55,9 +55,9 @@ def papers_loss(params, x0, eps, sigmas, keep, text, empty, omega, kappa):
 
 
 def check(training_task, frozen, batch, keys, inputs, guidance):
-    gradient = jax.value_and_grad(training_task.loss, has_aux=True)
+    gradient = jax.jit(jax.value_and_grad(training_task.loss, has_aux=True))
     (loss, metrics), grads = gradient(PARAMS, frozen, batch, keys)
-    expected, expected_grads = jax.value_and_grad(papers_loss)(PARAMS, *inputs, *guidance)
+    expected, expected_grads = jax.jit(jax.value_and_grad(papers_loss))(PARAMS, *inputs, *guidance)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for name, grad in expected_grads.items():
         np.testing.assert_allclose(grads[name], grad, rtol=1e-3)

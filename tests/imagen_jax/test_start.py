@@ -96,15 +96,15 @@ def test_start_writes_a_config_with_an_assumed_speed_if_measuring_takes_too_long
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "captioned"),
-    [pytest.param("imagen_jax", True, marks=pytest.mark.gate), ("imagen_jax", False), ("sd_jax", True)],
+    ("package", "captioned", "hours"),
+    [pytest.param("imagen_jax", True, 0.5, marks=pytest.mark.gate), ("imagen_jax", False, 3), ("sd_jax", True, 3)],
 )
-def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captioned):
+def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captioned, hours):
     data, out = digits.write_examples(tmp_path / "set", 80, size=64), tmp_path / "mine.py"
     for text in data.glob("*.txt"):
         if not captioned:
             text.unlink()
-    arguments = ("--data=" + str(data), "--hours=3", f"--out={out}")
+    arguments = ("--data=" + str(data), f"--hours={hours}", f"--out={out}")
     ended = commands.run(f"{package}.start", *arguments, devices=1)
     assert ended.code == 0, ended.err
     assert re.search(r"data +folder:\S+::txt: 80 pictures\n", ended.out), ended.out

@@ -91,8 +91,8 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
     assert float(rows[2]["fd_digits"]) == pytest.approx(expected, rel=1e-6)
     _, ink, paper = judges.compare(judges.fit_judge()(small)[:272], scorer.prompts[:272]).mean(0)
-    assert float(rows[2]["seen_ink_accuracy"]) == pytest.approx(ink)
-    assert float(rows[2]["seen_paper_accuracy"]) == pytest.approx(paper)
+    assert float(rows[2]["seen_ink_accuracy"]) == pytest.approx(ink, abs=5e-5)  # Four digits are written.
+    assert float(rows[2]["seen_paper_accuracy"]) == pytest.approx(paper, abs=5e-5)
 
 
 def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer, tmp_path, caplog):

@@ -185,7 +185,7 @@ def test_a_mask_of_pixels_is_averaged_over_the_area_of_each_latent():
     mask = np.random.default_rng(2).choice([0, 255], (4, 8, 8), p=[0.7, 0.3]).astype(np.uint8)
     params = jnp.asarray(np.random.default_rng(3).normal(size=(4, 4, 4, 4)), jnp.float32)
     loss = lambda params: sd_task.loss(params, {"text": ()}, {**batch, "loss_mask": jnp.asarray(mask)}, keys)[0]
-    value, gradient = jax.value_and_grad(loss)(params)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     share = mask.reshape(4, 4, 2, 4, 2).mean((2, 4))[..., None] / 255
     eps = np.float64(training_noise.normal(keys, 0, 64)).reshape(4, 4, 4, 4)
     np.testing.assert_allclose(value, (share * (params - eps) ** 2).mean(), rtol=1e-5)
