@@ -98,7 +98,7 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     rows = _rows(source, out, items, filled, left)
     names = [field.name for field in picture_fields.read(data.fields)]
     rule = {**moments.rule(data), "fields": names}
-    table.write(out, rows, left, root=os.fspath(out), rule=rule, facts=facts)
+    table.write(out, rows, left, rule=rule, facts=facts)
     return left.counts[PICTURES]
 
 
@@ -250,5 +250,5 @@ def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled
     for row, (file, begin, length) in zip(listed, places, strict=True):
         if length:
             left.add(PICTURES, (), 1)
-            image = Place(os.fspath(out / filled.names[file]), begin, length, reading.BYTES)
+            image = Place(filled.names[file], begin, length, reading.BYTES)
             yield row._replace(image=image, mask=None)
