@@ -22,7 +22,6 @@ damaged files again.
 """
 
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -109,28 +108,19 @@ class MomentEncoder:
         vae_params = read_vae(s.vae_weights, s.vae)
         self.identity = encoder_identity(s, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
-        self._encode = make_encode(s, vae_params, mesh)
+        self._split = sharding.batch_sharding(mesh)
+        self._params = sharding.place_all(vae_params, mesh, sharding.RULES)
+
+        @jax.jit
+        def program(params, images):
+            pixels = to_range(images, s.latents.pixels)
+            return s.vae.apply(params, pixels, method="encode")
+
+        self._program = announced(program, "the VAE's encoder")
         engines.record_call(self, MomentEncoder, s)
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B h w _"]:
-        return self._encode(images)
-
-
-def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> moments.EncodeImages:
-    """Return a function that encodes images as VAE moments, on all devices of a mesh.
-
-    It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z] of Z latent channels.
-    """
-    split = sharding.batch_sharding(mesh)
-    params = sharding.place_all(vae_params, mesh, sharding.RULES)
-
-    @jax.jit
-    def program(params, images):
-        pixels = to_range(images, s.latents.pixels)
-        return s.vae.apply(params, pixels, method="encode")
-
-    run = announced(program, "the VAE's encoder")
-    return lambda images: np.asarray(run(params, sharding.place(images, split)))
+        return np.asarray(self._program(self._params, sharding.place(images, self._split)))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ computed once, whichever part of the data it is in, and is kept when the data gr
 
 To fill a column, call `start`, then `fill` with an array of the type ITEM: the key of each item and
 a number by which `Work.read` finds it. Captions: the key hashes the text, the number is that of a
-row which has it. Rows, such as pictures: the key hashes what the value depends on (the row's key, a
-checksum of its picture), and the number is the row. `Work.compute` returns the rows of each item; a
-picture that cannot be read has none. To read it, hash the keys again; `Column.find` returns their
-places, and `Column.rows` the arrays at a place.
+row which has it. Pictures: the key hashes the picture, and the number is its row. `Work.compute`
+returns the rows of each item; a picture that cannot be read has none. To read a column, hash the
+keys again; `Column.find` returns their places, and `Column.rows` the arrays at a place. Or write a
+table whose places are those of the values in the chunks.
 """
 
 import contextlib

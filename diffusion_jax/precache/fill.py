@@ -49,8 +49,9 @@ class EncodingJob:
         first = len(self.prompts)  # Index of the first picture.
         texts = [self.prompts[i] for i in items[items < first].tolist()]
         rows = items[items >= first] - first
-        for start in range(0, len(rows) if self.data else 0, _READ):
-            texts += self.data.texts(rows[start : start + _READ])
+        if self.data is not None:
+            for start in range(0, len(rows), _READ):
+                texts += self.data.texts(rows[start : start + _READ])
         several = list(map(captions.every, texts))
         return np.repeat(items, list(map(len, several))), [one for each in several for one in each]
 

@@ -89,30 +89,26 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     items = _items(source, out, work)
     how = columns.Work(_same, stage.compute, work.shard, "images", work.engine, work.verify)
     filled = columns.fill(out, items, how)
-    facts = {
-        "data": {name: getattr(data, name) for name in _SOURCE},
-        "digests": fingerprints.digests(source),
-        "size": identity["image_size"],
-    }
+    facts = {"data": {name: getattr(data, name) for name in _SOURCE}, "digests": fingerprints.digests(source)}
     left = LeftOut()
     rows = _rows(source, out, items, filled, left)
     names = [field.name for field in picture_fields.read(data.fields)]
     rule = {**moments.rule(data), "fields": names}
     table.write(out, rows, left, rule=rule, facts=facts)
+    if not left.counts[PICTURES]:
+        raise ValueError(f"no image can be encoded ({source.skipped()}): check the files that are named in the log")
     return left.counts[PICTURES]
 
 
 def check_originals(path: str | os.PathLike[str]) -> None:
     """Log a warning if the images that moments were encoded from have changed since.
 
-    Nothing is checked if the images cannot be reached from here, or another program wrote the
-    moments. An edited image of the same size is not noticed.
+    Nothing is checked if the images cannot be reached from here. An edited image of the same size
+    is not noticed.
     """
-    if moments.find_identity(path) is None:
-        return
     facts = table.Table(path, os.fspath(path)).card["facts"]
     try:
-        source = sources.open_pictures(settings.read(Data, facts["data"], "data"), facts["size"])
+        source = sources.open_pictures(settings.read(Data, facts["data"], "data"), size=64)
     except OSError:
         return
     except ValueError as error:
@@ -130,18 +126,12 @@ def check_originals(path: str | os.PathLike[str]) -> None:
 
 def _items(source: Pictures, out: pathlib.Path, work: MomentOptions) -> Shaped[np.ndarray, "N"]:
     """Return the hash and the index of each image that has a usable text, of the type ITEM."""
-    parts, stamps, has_files = [np.zeros(0, ITEM)], dict[str, str](), False
+    stamp = functools.lru_cache(_CHUNK)(lambda path: storage.stamps([path])[0])
+    parts, has_files = [np.zeros(0, ITEM)], False
     for indices, rows in _listed(source):
-        part = np.zeros(len(rows), ITEM)
-        part["number"] = indices
-        places = [row.image for row in rows if isinstance(row.image, Place)]
-        has_files |= bool(places)
-        paths = dict.fromkeys(place.file for place in places)
-        new = [path for path in paths if path not in stamps]
-        known = dict(zip(new, storage.stamps(new), strict=True))
-        stamps = {path: known[path] if path in known else stamps[path] for path in paths}
-        part["key"] = [_key(row, stamps) for row in rows]
-        parts.append(part)
+        keys = [_key(row, stamp) for row in rows]
+        parts.append(np.array(list(zip(keys, indices.tolist(), strict=True)), ITEM))
+        has_files |= any(isinstance(row.image, Place) for row in rows)
     items, path = np.concatenate(parts), out / IMAGES
     if has_files:
         columns.start(path, {}, moments.KIND)
@@ -164,12 +154,12 @@ def _listed(source: Pictures) -> Iterator[tuple[Int[np.ndarray, "N"], list[Row]]
         yield indices, rows
 
 
-def _key(row: Row, stamps: dict[str, str]) -> bytes:
+def _key(row: Row, stamp: Callable[[str], str]) -> bytes:
     """Return the hash of an image or, if it is in a file, of its place and the file's stamp."""
     if not isinstance(row.image, Place):
         return _hash(row.image)
     file, *place = row.image
-    return _hash(f"{row.key} {place} {stamps[file]}".encode())
+    return _hash(f"{row.key} {place} {stamp(file)}".encode())
 
 
 def _hash(content: bytes) -> bytes:
@@ -239,16 +229,14 @@ class _Stage(NamedTuple):
 
 def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled, left: LeftOut) -> Iterator[Row]:
     """Yield the rows of the pictures that have moments, and count them in `left`."""
-    lengths = [np.diff(chunk["first"]) for chunk in filled.chunks]
-    files = np.repeat(np.arange(len(lengths)), list(map(len, lengths)))
-    begins = [offset_of(out / n, "npy") + of["first"][:-1] for n, of in zip(filled.names, filled.chunks, strict=True)]
-    at = columns.places_of(items["key"], filled.chunks)
-    places = zip(
-        *(array[at].tolist() for array in (files, np.concatenate(begins), np.concatenate(lengths))), strict=True
-    )
+    spans = [np.zeros((0, 3), np.int64)]
+    for number, (name, chunk) in enumerate(zip(filled.names, filled.chunks, strict=True)):
+        first = offset_of(out / name, "npy") + chunk["first"]
+        spans.append(np.stack([np.full(len(first) - 1, number), first[:-1], np.diff(first)], axis=1))
+    places = np.concatenate(spans)[columns.places_of(items["key"], filled.chunks)].tolist()
     listed = (row for _, rows in _listed(source) for row in rows)
     for row, (file, begin, length) in zip(listed, places, strict=True):
         if length:
             left.add(PICTURES, (), 1)
-            image = Place(filled.names[file], begin, length, reading.BYTES)
+            image = Place(filled.names[int(file)], begin, length, reading.BYTES)
             yield row._replace(image=image, mask=None)

@@ -84,8 +84,7 @@ def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
 def test_an_interrupted_precache_continues_with_equal_files(tmp_path, stored, vae, images, capsys):
     s = tiny.settings(vae, **source(images))
     opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
-    mesh = sharding.make_mesh(1, -1, 1)
-    encode, calls = precache.make_encode(s, tiny.vae_params(), mesh), []
+    encode, calls = precache.MomentEncoder(s), []
 
     def killed(batch):
         calls.append(len(batch))
@@ -93,10 +92,9 @@ def test_an_interrupted_precache_continues_with_equal_files(tmp_path, stored, va
             raise KeyboardInterrupt
         return encode(batch)
 
-    identity = train.encoder_identity(s, tiny.vae_params())
     work = MomentOptions(SHARD, 8, Worker(1, 2))  # Starts in the middle.
     with pytest.raises(KeyboardInterrupt):
-        encode_moments.run(opened, killed, tmp_path, identity, work)
+        encode_moments.run(opened, killed, tmp_path, encode.identity, work)
     chunks = lambda path: {file.name: file.read_bytes() for file in path.glob("*[0-9a-f].safetensors")}
     whole, done = chunks(stored), chunks(tmp_path)
     assert len(done) == 1 and len(whole) == 3 and done.items() <= whole.items()

@@ -244,6 +244,14 @@ def test_moments_that_are_not_finite_are_an_error(folder, tmp_path):
     assert len(chunks(tmp_path / "out")) == 1
 
 
+@pytest.mark.parametrize(("name", "reason"), [("png", "broken_image"), ("txt", "broken_text")])
+def test_images_of_which_none_is_usable_are_an_error(folder, tmp_path, name, reason):
+    for path in folder.glob(f"*.{name}"):
+        path.write_bytes(b"\xff" + path.name.encode())
+    with pytest.raises(ValueError, match=f"no image can be encoded \\({{'{reason}': 5}}\\): check the files that"):
+        run(folder, tmp_path / "out", max_broken=1.0)
+
+
 def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, caplog):
     out = tmp_path / "out"
     run(folder, out)
