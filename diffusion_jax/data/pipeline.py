@@ -212,14 +212,25 @@ class Batches:
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
         """Return the texts in the given rows of a recent batch; see `indices`."""
-        _, texts = self.pictures.read(self.indices(rows, back))
+        indices = self.indices(rows, back)
+        _, texts = self._view(indices).read(indices)
         first = self._sample(back)
         samples = [first + row for row in rows]
         return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
-        return self.pictures.names(self.indices(rows, back))
+        indices = self.indices(rows, back)
+        return self._view(indices).names(indices)
+
+    def _view(self, indices: Int[np.ndarray, "B"]) -> Pictures:
+        """Return the pictures, cropped to the bucket of these."""
+        buckets = self._buckets
+        return (
+            self.pictures
+            if buckets is None
+            else self.pictures.cropped_to(buckets.shapes[int(buckets.bucket[indices[0]])])
+        )
 
     def _sample(self, back: int) -> int:
         """Return the number of the first sample of a recent batch; see `indices`."""

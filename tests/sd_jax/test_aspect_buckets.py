@@ -66,6 +66,8 @@ def test_stored_moments_equal_the_encoded_cropped_pictures(vae, images, stored):
             height, width = batch["moments"].shape[1:3]
             seen.add((2 * height, 2 * width))
             text = latents.pictures.texts(np.array([number]))[0]
+            assert latents.texts([0]) == [text]
+            assert latents.names([0]) == [f"{int(text.split()[1]):02}.png"]
             file = images / f"{int(text.split()[1]):02}.png"
             picture = decoding.crop(file.read_bytes(), (2 * height, 2 * width))
             expected = encode(tiny.vae_params(), to_range(picture[None]))[0]

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -323,7 +324,8 @@ def test_pictures_of_a_source_of_ones_own_are_stored_with_all_captions(tmp_path)
 def test_texts_that_are_no_captions_are_an_error(tmp_path):
     class Embedded(Four):
         def read(self, indices, places=None):
-            return super().read(indices)[0], [np.zeros((1, 2))] * len(indices)
+            texts: Any = [np.zeros((1, 2))] * len(indices)
+            return super().read(indices)[0], texts
 
     with pytest.raises(ValueError, match=r"the caption of picture 0 is ndarray, not text: set data\.text"):
         moments.run(Embedded(), encode_red, tmp_path, IDENTITY, TWO)
