@@ -225,12 +225,10 @@ class Batches:
 
     def _view(self, indices: Int[np.ndarray, "B"]) -> Pictures:
         """Return the pictures, cropped to the bucket of these."""
-        buckets = self._buckets
-        return (
-            self.pictures
-            if buckets is None
-            else self.pictures.cropped_to(buckets.shapes[int(buckets.bucket[indices[0]])])
-        )
+        if self._buckets is None:
+            return self.pictures
+        shape = self._buckets.shapes[int(self._buckets.bucket[indices[0]])]
+        return self.pictures.cropped_to(shape)
 
     def _sample(self, back: int) -> int:
         """Return the number of the first sample of a recent batch; see `indices`."""

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import tars
+from diffusion_jax.data import engines, tars
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments as read_moments
@@ -232,6 +232,18 @@ def test_a_worker_whose_work_another_has_finished_ends_with_the_same_files(folde
     run(folder, out, overtaken)
     run(folder, tmp_path / "alone")
     assert contents(out) == contents(tmp_path / "alone")
+
+
+def test_work_that_is_pickled_for_other_processes_writes_the_same_files(folder, tmp_path):
+    class Pickling(engines.Worker):
+        def fill(self, items, path, write, *, read=None, **how):
+            write, read = engines.unpickled(engines.pickled((write, read)))
+            return super().fill(items, path, write, read=read, **how)
+
+    pictures = open_pictures(Data("folder", path=str(folder)), 8)
+    moments.run(pictures, encode_red, tmp_path / "pickled", IDENTITY, TWO._replace(engine=Pickling()))
+    run(folder, tmp_path / "alone")
+    assert contents(tmp_path / "pickled") == contents(tmp_path / "alone")
 
 
 def test_moments_that_are_not_finite_are_an_error(folder, tmp_path):
