@@ -16,9 +16,11 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import columns, sources, table
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.prepare import __main__ as prepare
+from diffusion_jax.data.reading import BYTES, Place
 from diffusion_jax.data.sources.arrow import open_saved
 from diffusion_jax.data.sources.moments import KIND
 from diffusion_jax.data.sources.tfds import open_split
+from diffusion_jax.data.table import Row
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.files import safetensors_files
 from diffusion_jax.precache import moments
@@ -96,6 +98,14 @@ def test_the_data_source_in_the_card_of_moments_is_not_imported(stranger, caplog
     moments.check_originals(stranger)
     assert "data.source is 'evil.payload', which is no part" in caplog.text
     assert not (stranger / "RAN").exists()
+
+
+def test_moments_outside_their_folder_are_not_read(stranger):
+    columns.start(stranger, {"flip": False}, KIND)
+    row = Row("a", 0, Place(f"{stranger}/secret.npy", 0, 8, BYTES), "a")
+    table.write(stranger, [row], LeftOut(), rule={"text": "txt", "ranges": []})
+    with pytest.raises(ValueError, match=r"names the file '.*/secret\.npy': encode the images again"):
+        sources.open_pictures(Data("moments", str(stranger)), 8, moments=(4, 4, 8))
 
 
 def test_a_class_in_the_features_of_tfds_is_not_imported(stranger):

@@ -40,6 +40,8 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     stored = {**Data._field_defaults, **(found := find_identity(path) or {})}
     if found:
         opened = Table(path, os.fspath(path))
+        if outside := [name for name, _ in opened.card["files"] if os.path.basename(name) != name]:
+            raise ValueError(f"the card of {path} names the file {outside[0]!r}: encode the images again")
         identity, stored = {**identity, **rule(data)}, {**stored, **opened.card["rule"]}
     else:
         fields = picture_fields.read(data.fields)
