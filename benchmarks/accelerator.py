@@ -1,4 +1,4 @@
-"""Measure what matters on an accelerator within a few minutes, the least known first.
+"""Measure speed and memory on an accelerator in a few minutes, the least known figures first.
 
     python -m benchmarks.accelerator --minutes=9 --out=measured
     python -m benchmarks.accelerator --minutes=5 --out=measured --continue

@@ -78,7 +78,7 @@ def reduced() -> dict[str, Part]:
 
 
 def main() -> None:
-    """Print the table of estimates or, with --check, compare the small blocks only."""
+    """Print the table of estimates or, with --check, compare small blocks with compiled.json."""
     if run_log.version("libtpu") is None:
         print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
         return

@@ -94,8 +94,8 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 def weights_alone(workdir: files.Path, config: dict[str, Any], out: files.Path) -> Iterator[pathlib.Path]:
     """Create a run at `out` with a config and the vocabulary of `workdir`, but no checkpoint yet.
 
-    In its config, ema_decays and ema_widths are empty. This context manager yields the folder
-    for the checkpoints, and works as `new_run.writing` does.
+    In its config, ema_decays and ema_widths are empty. This context manager yields the folder for
+    the checkpoints, holds the lock of `out`, and can start again after a kill.
     """
     words = vocabulary.read(workdir)
     config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
@@ -111,7 +111,7 @@ def weights_alone(workdir: files.Path, config: dict[str, Any], out: files.Path) 
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.StoredAverage]]:
-    """Return the folder of a run's checkpoints, and a Trace of each average stored up to `step`.
+    """Return the folder of a run's checkpoints, and each average stored up to `step`.
 
     The averages are power-function averages. None selects the step of the newest checkpoint or
     snapshot. Raises ValueError if the run has no such step or no such averages.

@@ -229,9 +229,8 @@ def _fields_in_help(argv: list[str]) -> str:
 def start(*, alone: bool = False) -> None:
     """Set up compilers, logging and the compilation cache, and join the other processes of a job.
 
-    The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder (see
-    `program_cache`). Call this first in main. Commands that always run in a single process pass
-    alone=True.
+    The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder. Call this
+    first in main. Commands that always run in a single process pass alone=True.
     """
     with bad_input():
         xla_flags.check()

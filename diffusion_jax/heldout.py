@@ -21,7 +21,6 @@ records can be measured on a share of its training data, --share=0.01, or on ano
 import functools
 import importlib
 import json
-import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,10 +28,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags, logging
+from etils import epath
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, files, runs, systems
+from diffusion_jax.config import ranges
 from diffusion_jax.config.settings import Heldout
 from diffusion_jax.data import home, sources
 from diffusion_jax.data.pipeline import Batches
@@ -145,21 +146,21 @@ def _named(means: Float[np.ndarray, "2 L"], sigmas: Float[np.ndarray, "L"]) -> d
 class OpenedRun(NamedTuple):
     """A checkpoint of a run, with all that is needed to compute its losses."""
 
-    s: Any
-    """The settings of the run."""
+    settings: Heldout
+    """The `heldout` group of the run's config."""
+    rows: int
+    """The number of rows that a scorer processes at a time."""
     inputs: Any
     """The loop.RunInputs of the run. The threads of its batches have ended."""
     mesh: Mesh
     frozen: Any
-    folder: Any
+    folder: epath.Path
     """The folder of the checkpoints."""
     step: int
 
     def scorer(self, records: HeldOutRecords) -> Callable[[Params], dict[str, float]]:
         """Return a function that maps parameters to their losses on `records`."""
-        ways = sharding.batch_ways(self.mesh)
-        rows = (self.s.optimizer.micro_batch or -(-self.s.run.batch_size // ways)) * ways
-        return make_scorer(self.inputs.task, self.frozen, self.mesh, records, rows)
+        return make_scorer(self.inputs.task, self.frozen, self.mesh, records, self.rows)
 
     def params(self, name: str) -> Params:
         """Load the raw parameters or an average onto the devices. See restore.load_params."""
@@ -191,7 +192,7 @@ def open_run(
     if data:
         place, share = sources.named(data), share or 1.0
         s = s._replace(data=s.data._replace(source=place.source, path=place.path, text=place.text))
-    finetune.check_wanted(base, s)
+    finetune.check_wanted(base, s.lora, s.text)
     s = s._replace(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
         heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
@@ -205,7 +206,9 @@ def open_run(
     frozen = sharding.place_all(inputs.task.frozen, mesh, inputs.task.rules)
     folder = restore.absolute(workdir) / runs.CHECKPOINTS
     step = restore.newest_sound(folder) if step is None else step
-    return OpenedRun(s, inputs, mesh, frozen, folder, step)
+    ways = sharding.batch_ways(mesh)
+    rows = (s.optimizer.micro_batch or -(-s.run.batch_size // ways)) * ways
+    return OpenedRun(s.heldout, rows, inputs, mesh, frozen, folder, step)
 
 
 def measure_run(
@@ -241,7 +244,7 @@ def measure_run(
             "--share=0.01, or --data=SOURCE:PATH::TEXT"
         )
     opened = open_run(workdir, step, share, records, base, data)
-    held = open_records(opened.s.heldout, opened.inputs.batches, opened.inputs.task.measure)
+    held = open_records(opened.settings, opened.inputs.batches, opened.inputs.task.measure)
     assert held is not None
     if sigmas:
         held = held._replace(sigmas=np.asarray(sigmas, np.float32))
@@ -272,15 +275,6 @@ if __name__ == "__main__":
     _BASE = flags.DEFINE_string("unet_weights", None, "The new path of the weights that a LoRA run adapts.")
     _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of the noise levels in training.")
 
-    def _level(text: str) -> float:
-        try:
-            level = float(text)
-        except ValueError:
-            level = math.nan
-        if not 0 < level < math.inf:
-            raise ValueError(f"--levels={text}: give noise levels above 0, such as 0.1,1,10")
-        return level
-
     def main() -> None:
         cli.start()
         with cli.bad_input():
@@ -290,7 +284,7 @@ if __name__ == "__main__":
                 _EMA.value,
                 _SHARE.value,
                 _RECORDS.value,
-                [_level(text) for text in _LEVELS.value],
+                [ranges.read_value("--levels", text, ranges.Positive) for text in _LEVELS.value],
                 _BASE.value,
                 _DATA.value,
             )

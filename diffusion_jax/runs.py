@@ -193,14 +193,12 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train a run with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
-    try:
+    with untrusted.naming(str(path)):
         written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
             raise ValueError(f"it holds a {type(written).__name__}, not a config")
         old = url_secrets.hide(versions.upgrade(written))  # Earlier versions wrote secrets.
         config = json.loads(json.dumps(systems.complete(old)))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     if config["system"] != (system or config["system"]):
         raise ValueError(
             f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "

@@ -111,7 +111,7 @@ def _compared_losses(opened: OpenedRun, params: Params) -> str:
     batches, measure = opened.inputs.batches, opened.inputs.task.measure
     if not batches.apart:
         return "unknown, because no pictures were held out of training (data.heldout)"
-    held = heldout.open_records(opened.s.heldout, batches, measure)
+    held = heldout.open_records(opened.settings, batches, measure)
     if held is None:
         return "unknown, because this kind of model has no held-out loss"
     keys, batch = Apart(batches.pictures, *batches.apart[1:]).read(len(held.numbers))

@@ -108,23 +108,18 @@ class EfficientUNet(Conditioned):
 
     def check(self, text_width: int) -> None:
         """Raise ValueError if the fields contradict each other or do not fit the text width."""
-        check(self, text_width)
+        check_layers(self)
+        check_text_width(self, text_width)
+        if self.image_size % unit(self):
+            raise ValueError(
+                f"unet.image_size {self.image_size} cannot be halved {len(self.channel_mult) - 1} "
+                f"times: choose a multiple of {unit(self)}, or fewer levels in unet.channel_mult"
+            )
 
     def _attention(self, width, name):
         block = with_remat(BLOCKS[self.attention], self.remat, self.remat_keeps)
         head_dim = width // self.num_heads if self.num_heads else self.head_dim
         return block(head_dim, self.attention_impl, self.dtype, name=name)
-
-
-def check(unet: EfficientUNet, text_width: int) -> None:
-    """Raise ValueError if the fields contradict each other or do not fit the text width."""
-    check_layers(unet)
-    check_text_width(unet, text_width)
-    if unet.image_size % unit(unet):
-        raise ValueError(
-            f"unet.image_size {unet.image_size} cannot be halved {len(unet.channel_mult) - 1} "
-            f"times: choose a multiple of {unit(unet)}, or fewer levels in unet.channel_mult"
-        )
 
 
 def check_layers(unet: EfficientUNet) -> None:

@@ -16,7 +16,6 @@ from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from imagen_jax import layers
-from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.transformer import Transformer
@@ -160,10 +159,7 @@ def check(s: Settings) -> None:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below} ({low})")
     guidance_module.check(s.sampler)
     samplers.check_method(s.diffusion, s.sampler)
-    if isinstance(s.unet, UNet):
-        unet_module.check(s.unet)
-    else:
-        s.unet.check(s.text.width)
+    s.unet.check(s.text.width)
     _check_sizes(s)
     _check_texts(s)
 

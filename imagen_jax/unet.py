@@ -150,22 +150,21 @@ class UNet(Conditioned):
             return res(h.shape[-1], resample="up", name=name)(h, emb)
         return ConvTranspose(self.dtype, name=name)(h)
 
+    def check(self, text_width: int = 0) -> None:
+        """Raise ValueError if the fields contradict each other. Every text width is accepted.
+
+        Unlike `check_layers`, this also rejects image sizes that the levels cannot halve, and
+        attention resolutions that no level has. NeMo ignores such resolutions, but in a config they
+        are a mistake.
+        """
+        check_layers(self)
+        check_resolutions(self)
+
 
 def attends(unet: UNet, level: int) -> bool:
     """Return whether the blocks of a level have attention. Level 0 has the highest resolution."""
     patches = unet.image_size // unet.patch
     return 2**level in {patches // r for r in unet.attention_resolutions}
-
-
-def check(unet: UNet) -> None:
-    """Raise ValueError if the fields contradict each other.
-
-    Unlike `check_layers`, this function also rejects image sizes that the levels cannot halve, and
-    attention resolutions that no level has. NeMo ignores such resolutions, but in a config they are
-    a mistake.
-    """
-    check_layers(unet)
-    check_resolutions(unet)
 
 
 def check_layers(unet: UNet) -> None:

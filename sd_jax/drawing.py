@@ -109,7 +109,7 @@ class StableDiffusion(Model):
         return sampling.tokenizer(s)(stage.encoder, prompts, s.negative_prompt)
 
     def check(self, low_res: Sequence[tuple[int, ...]], batch_sizes: Sequence[int]) -> None:
-        """Raise ValueError if the pictures do not suit the model, or a batch needs much memory."""
+        """Raise ValueError if the model cannot use the pictures, or a batch does not fit."""
         if low_res:
             raise ValueError(
                 "low_res is given, but Stable Diffusion has no stage that enlarges pictures: leave "
@@ -138,7 +138,7 @@ class StableDiffusion(Model):
         return card | self._additions()
 
     def describe(self, stage: Stage) -> dict[str, Any]:
-        """Return the training seed and the VAE of a run, and what changes the pictures."""
+        """Return a run's training seed and VAE, and the settings that change its pictures."""
         s, described = stage.settings.sampler, {}
         if stage.step:
             run = trained.read_run(stage.workdir, options.fields(OPTIONS, self.values[0]))
@@ -195,7 +195,7 @@ def load(path: str | os.PathLike[str], **values: Any) -> StableDiffusion:
 
 
 def open_alone(paths: Sequence[str], values: Sequence[Values]) -> StableDiffusion:
-    """Open the model at the only one of `paths`, with the only one of `values` (see `load`).
+    """Open the model at paths[0] with the options values[0], as `load` does.
 
     Raises:
         ValueError: There are several paths, but Stable Diffusion has no cascades.

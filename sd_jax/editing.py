@@ -42,7 +42,7 @@ def editor(
 def seen(
     p: Pipeline, vae_params: Any, pictures: UInt8[ArrayLike, "B H W 3"], mask: Bool[Array, "B H W"]
 ) -> Float[Array, "B h w _"]:
-    """Return what a UNet reads beside the noisy latents, its argument `picture`.
+    """Return the argument `picture` of a UNet: the channels that it reads beside the noisy latents.
 
     An inpainting UNet (p.sees) reads the mask and the latents of the picture, which is gray where
     the mask is True. As in LDM, the mask of a latent is that of its first pixel. InstructPix2Pix

@@ -24,7 +24,7 @@ _FAILED_EXIT = 1
 def main(argv: list[str]) -> None:
     """Compare the given runs with MLPerf's reference runs.
 
-    Prints the comparison, and writes plots (--out) if asked.
+    Prints the comparison and, with --out, writes plots.
     """
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):

@@ -206,7 +206,7 @@ def weighted_prompts(encoder: TextEncoder, texts: Sequence[str], negative: str) 
 
 
 def tokenizer(sampler: Sampler) -> Callable[[TextEncoder, Sequence[str], str], Texts]:
-    """Return the function that reads prompts as the sampler's settings say."""
+    """Return `weighted_prompts` if sampler.prompt_weights is set, otherwise `prompts`."""
     return weighted_prompts if sampler.prompt_weights else prompts
 
 

@@ -227,7 +227,8 @@ def mean_and_std(moments: Moments) -> tuple[LatentArray, LatentArray]:
 def sample(moments: Moments, eps: LatentArray) -> LatentArray:
     """Return mean + std * eps for the posterior with the given moments.
 
-    If `eps` is standard normal, the result is a sample of the posterior, without the factor SCALE.
+    If `eps` is standard normal, the result is a sample of the posterior. latents.to_unet then
+    standardizes it.
     """
     mean, std = mean_and_std(moments)
     return mean + std * eps

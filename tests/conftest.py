@@ -51,6 +51,13 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # Otherwise, xdist starts with the groups with the most tests.
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import the files that hold no test with the selected mark."""
+    mark = config.option.markexpr
+    if mark in ("gate", "slow") and collection_path.match("test_*.py"):
+        return f"mark.{mark}" not in collection_path.read_text() or None
+
+
 @pytest.hookimpl(tryfirst=True)  # Before xdist reads the marks.
 def pytest_collection_modifyitems(items):
     longest = (ROOT / "tests" / "longest.txt").read_text().split()

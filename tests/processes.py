@@ -40,7 +40,7 @@ def _joined(who, function, *arguments):
 class Group:
     """The processes of one command. PROCESS in its arguments is replaced by each one's number."""
 
-    def __init__(self, folder, count, name, *arguments, only=None, devices=1):
+    def __init__(self, folder, count, name, *arguments, only=None, devices=1, before=None):
         port = free_port()
         folder.mkdir(exist_ok=True)
         self.outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
@@ -52,6 +52,7 @@ class Group:
                 *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
                 devices=devices,
                 outputs=self.outputs[i],
+                before=before,
             )
             for i in range(count)
             if only in (None, i)

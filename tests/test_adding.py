@@ -18,6 +18,7 @@ from imagen_jax.unet import UNet
 from sd_jax import sampling
 from sd_jax import task as sd
 from sd_jax import unet as sd_unet
+from tests.imagen_jax.cases import ONE_LEVEL
 from tests.sd_jax import tiny
 
 CAPTIONS = ["a red seven", "a blue three"]
@@ -54,15 +55,7 @@ def with_toy(s, kind):
 def imagen_model(**changes):
     """Return (task, batch) of a tiny model. sampler__name="x" sets config.sampler.name."""
     c = quickstart.get_config()
-    c.unet.update(
-        image_size=8,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(),
-        head_dim=32,
-        cond_dim=32,
-    )
+    c.unet.update(ONE_LEVEL)
     c.text.update(width=32, max_tokens=6)
     for name, value in changes.items():
         group, _, field = name.partition("__")

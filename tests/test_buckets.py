@@ -32,19 +32,11 @@ STEPS, PATIENCE = 8, 600
 SMALL = (
     "--config=configs/quickstart.py",
     f"--config.steps={STEPS}",
-    "--config.optimizer.warmup=2",
-    "--config.save_every=4",
-    "--config.log_every=2",
-    "--config.sample_every=4",
-    "--config.batch_size=8",
-    "--config.unet.embed_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.unet.head_dim=16",
-    "--config.optimizer.ema_widths=(0.1,)",
-    "--config.optimizer.snapshot_every=4",
-    "--config.data.heldout=0.05",
-    "--config.heldout.every=4",
-    "--config.heldout.records=8",
+    *commands.config_flags(
+        "optimizer.warmup=2 save_every=4 log_every=2 sample_every=4 batch_size=8 unet.embed_dim=32 unet.cond_dim=32 "
+        "unet.head_dim=16 optimizer.ema_widths=(0.1,) optimizer.snapshot_every=4 data.heldout=0.05 heldout.every=4 "
+        "heldout.records=8"
+    ),
 )
 SAVED = {runs.CHECKPOINTS: ("params", "ema_0.999", "ema_power-0.1", "optimizer"), restore.SNAPSHOTS: ("ema_power-0.1",)}
 TWO = ("--steps=24", "--step_timeout=60")
@@ -175,11 +167,9 @@ def test_weights_are_converted_exported_and_adapted_in_buckets(bucket, tmp_path)
     """Export to NeMo's names, convert back, and train LoRA factors on weights in a bucket."""
     tiny = [
         *SMALL,
-        "--config.unet.patch=1",
-        "--config.steps=1",
-        "--config.optimizer.ema_widths=()",
-        "--config.optimizer.schedule=constant",
-        "--config.heldout.every=0",
+        *commands.config_flags(
+            "unet.patch=1 steps=1 optimizer.ema_widths=() optimizer.schedule=constant heldout.every=0"
+        ),
     ]
     run("imagen_jax.train", *tiny, f"--workdir={bucket}/tiny")
     files_of = [f"{bucket}/weights.safetensors", tmp_path / "weights.safetensors"]

@@ -52,7 +52,7 @@ class NetworkBlock(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The compiler's estimates for one TPU device: of a block, the parameter update or a step."""
+    """The compiler's estimates of a block, the parameter update or a step, for one TPU device."""
 
     kind: str
     """Kind of TPU, such as "v5e"."""
@@ -89,12 +89,6 @@ class Profile(NamedTuple):
     def mfu(self) -> float:
         """Model FLOP utilization of the whole step."""
         return self.flops / (self.total * cycles.FLOP_PER_CYCLE[self.kind])
-
-    @property
-    def busy(self) -> float:
-        """Model FLOP utilization (MFU) of forward and backward passes, without the optimizer."""
-        work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
-        return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
 
     @property
     def update(self) -> float:

@@ -26,7 +26,7 @@ class FieldDoc(NamedTuple):
 
 
 def fields(kind: type) -> list[FieldDoc]:
-    """Return a Field for each field that configs can set in a config group, in order.
+    """Return a FieldDoc for each field that configs can set in a config group, in order.
 
     `kind` is the class of the group, a NamedTuple or a network.
     """

@@ -4,16 +4,18 @@ The settings record which of their fields are read. A field that was never read 
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion_jax.config import ranges
 
+_Settings = TypeVar("_Settings")
 
-def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str, Any]]]:
+
+def watched(settings: _Settings, names: Collection[str]) -> tuple[_Settings, Callable[[], dict[str, Any]]]:
     """Return a copy of the settings that records reads, and a function that lists unread fields.
 
     Args:
-        s: The settings.
+        settings: A NamedTuple of config groups.
         names: The groups whose reads are recorded.
 
     Returns:
@@ -21,6 +23,7 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
         been read so far and whose values differ from their defaults, such as {"sampler.eta": 0.5}.
         If a group is unpacked as a whole, all of its fields count as read.
     """
+    s: Any = settings
     groups = {name: getattr(s, name) for name in names if hasattr(s, name)}
     read: dict[str, set[str]] = {name: set() for name in groups}
 

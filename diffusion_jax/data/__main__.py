@@ -2,8 +2,8 @@
 
     python -m diffusion_jax.data show photos --sheet=photos.png
 
-Both commands read foreign files once, into a table, which training then opens. docs/data.md shows
-what they print.
+The commands import, show, attach and edit read foreign files once, into a table, which training
+then opens. docs/data.md shows their output.
 """
 
 import argparse

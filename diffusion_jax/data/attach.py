@@ -2,7 +2,8 @@
 
 NeMo's precaching writes embeddings as `SOURCE_TAR/KEY.pickle`. The embedding of the picture KEY in
 the tar SOURCE_TAR, or of the picture KEY of any tar or folder, becomes its text in a column of the
-table (table.Table.join). It stays in its file.
+table (table.Table.join). It stays in its file. If several tars have an embedding KEY, it is that of
+the picture KEY in the tar of the same name as its own.
 """
 
 import collections
@@ -10,7 +11,7 @@ import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
     """
     if not re.fullmatch(home.COLUMN, column):
         raise ValueError(f"--column={column.removesuffix('.npy')}: use letters, digits, - and _")
-    found = _Embeddings(stored, key)
+    containers = {os.path.basename(name) for name, kind in table.card["files"] if kind == TAR}
+    found = _Embeddings(stored, key, containers)
     inventory = Inventory(table.card["inventory"])
     for kind in (TEXTS, "no_caption"):
         inventory.counts.pop(kind, None)
@@ -61,7 +63,7 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
         raise ValueError(
             f"no embedding in {stored} has the name of a picture of {table.card['root']}: the "
             f"first embeddings are {first}. The "
-            "embedding of the picture KEY must be named KEY or TAR/KEY"
+            "embedding of the picture KEY must be named KEY or TAR/KEY, or be in a tar of the same name"
         )
     of_several = np.unique(joined[joined >= 0], return_counts=True)
     if len(several := of_several[0][of_several[1] > 1]):
@@ -69,7 +71,8 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
         raise ValueError(
             f"{len(several):,} of the embeddings in {stored} have the names of several pictures, such as "
             f"{found.names(several[:1])[0]} that of {' and '.join(pictures)}: name embeddings TAR/KEY, "
-            "and attach to each folder of pictures by itself if their tars have equal names"
+            "or their tars like those of the pictures, and attach to each folder of pictures by itself "
+            "if their tars have equal names"
         )
     texts = ([found.text(number)] if number >= 0 else [] for number in joined.tolist())
     used, bare = np.unique(joined[joined >= 0]), np.flatnonzero(joined < 0)
@@ -96,24 +99,40 @@ def attach(table: Table, column: str, stored: str, key: str = "") -> list[tuple[
 class _Embeddings:
     """The embeddings in tars, sorted by a hash of their names without suffix."""
 
-    def __init__(self, stored: str, key: str):
-        paths, self.damaged = tars.find(stored), list[str]()
+    def __init__(self, stored: str, key: str, containers: Collection[str]):
+        """List the embeddings. `containers` are the names of the pictures' tars."""
         url = storage.is_url(stored)
-        self._tars = [path if url else os.path.abspath(path) for path in paths]
-        self._formats, rows = ["npy", "npz", "safetensors", f"pickle:{key}"], list[np.ndarray]()
+        self._tars = [path if url else os.path.abspath(path) for path in tars.find(stored)]
+        self._formats = ["npy", "npz", "safetensors", f"pickle:{key}"]
+        self._list(())
+        same = [name for path in self._tars if (name := os.path.basename(path)) in containers]
+        of_tars = self._rows["tar"]
+        self.is_by_tar: bool = bool(same) and bool((of_tars[self.repeated] != of_tars[self.repeated + 1]).any())
+        """Whether embeddings belong to the pictures of the tar of the same name."""
+        if self.is_by_tar:
+            self._list(containers)
+            if twice := [name for name, number in collections.Counter(same).items() if number > 1]:
+                raise ValueError(f"{stored} has several tars {twice[0]}: attach those of each folder by themselves")
+
+    def _list(self, containers: Collection[str]) -> None:
+        """List the embeddings, in these tars by the name of the tar and their own."""
+        self.damaged, rows, containers = list[str](), list[np.ndarray](), {*containers}
+        folders = {f"{name}/" for of in containers for name in (of, os.path.splitext(of)[0])}
         for number, index in enumerate(webdataset.indices(self._tars, "tars listed")):
             if isinstance(index, ValueError):
                 self.damaged.append(str(index))
                 continue
             if lost := index.inventory.damaged():
                 self.damaged.append(f"{self._tars[number]} ({lost} files or more are lost)")
-            of_tar = [
-                (_hash(stem), number, _FORMATS[last], at, size)
+            own = os.path.basename(self._tars[number])
+            is_bare = lambda stem, own=own: own in containers and stem[: stem.find("/") + 1] not in folders
+            of_index = [
+                (_hash(f"{own}/" * is_bare(stem) + stem), number, _FORMATS[last], at, size)
                 for name, (at, size) in zip(tars.unpack(index.names), index.span.tolist(), strict=True)
                 for stem, suffix in [tars.split(name)]
                 if (last := suffix.rpartition(".")[2]) in _FORMATS
             ]
-            rows.append(np.array(of_tar, _ROW))
+            rows.append(np.array(of_index, _ROW))
         every = np.concatenate(rows) if rows else np.zeros(0, _ROW)
         self._rows = every[np.argsort(every["hash"], kind="stable")]
         same = self._rows["hash"][1:] == self._rows["hash"][:-1]
@@ -159,7 +178,7 @@ def _joined(table: Table, found: _Embeddings) -> np.ndarray:
         for prefix in (  # The first name that exists wins.
             lambda tar: f"{tar.name}/",
             lambda tar: f"{tar.stem}/",
-            lambda tar: "",
+            *([] if found.is_by_tar else [lambda tar: ""]),
         ):
             hashes = [_hash(prefix(pathlib.PurePath(of.file)) + stem) for stem, of in stems]
             part[:] = np.where(part < 0, found.find(hashes), part)

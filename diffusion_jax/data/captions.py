@@ -22,7 +22,7 @@ class Captions(NamedTuple):
     """The probability that a sample gets each text. The sum is 1."""
 
     def at(self, share: float) -> Any:
-        """Return the text at `share`, a number in [0, 1), of the cumulated weights."""
+        """Return the text into whose part of the cumulated weights `share`, in [0, 1), falls."""
         index = int(np.searchsorted(np.cumsum(self.weights), share, side="right"))
         return self.texts[min(index, len(self.texts) - 1)]
 
@@ -43,7 +43,7 @@ class Tags(NamedTuple):
         return tags[: self.keep], tags[self.keep :]
 
     def change(self, texts: Iterable[Any]) -> bool:
-        """Return whether the order of any text can change, or a tag of it be left out."""
+        """Return whether training can reorder the tags of any of these texts, or leave one out."""
         others = (self.split(one)[1] for text in texts for one in every(text) if type(one) is str)
         return any(len(tags) > (not self.drop_prob) for tags in others)
 
@@ -113,7 +113,9 @@ def with_origins(parts: Iterable[tuple[Any, float, str | Sequence[str]]]) -> tup
     If the captions of one text have several origins, they are a list. The origin of an Unusable
     error is that of the text which cannot be read.
     """
-    parts = list(parts)
+    match parts := list(parts):
+        case [(str() as text, _, str() as origin)]:  # The most frequent case.
+            return text, [origin]
     text = join((of, weight) for of, weight, _ in parts)
     failed = isinstance(text, Unusable)
     used = [(of, origin) for of, _, origin in parts if (of is text if failed else not isinstance(of, Unusable))]
@@ -145,7 +147,7 @@ def first(text: Any) -> Any:
 
 
 def chosen(texts: Iterable[Any], seed: int, samples: Iterable[int], tags: Tags = ALL_TAGS) -> list[Any]:
-    """Return one text for each sample, with its tags, by the seed and the sample's number."""
+    """For each sample, pick one of its captions and shuffle its tags, by (seed, sample number)."""
     rng, samples = lambda number, use: np.random.default_rng((seed, number, use)), list(samples)
     choices = [
         text.at(rng(number, 2).random()) if isinstance(text, Captions) else text

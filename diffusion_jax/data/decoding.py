@@ -1,8 +1,9 @@
 """Decodes, resizes and crops images to uint8 RGB pixels."""
 
+import contextlib
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import UInt8
@@ -85,12 +86,10 @@ def crop_masked(
         return np.concatenate([_cropped(image, shape, resize, place), cut[..., None]], -1)
     weights = None
     if image.has_transparency_data:
-        try:
+        with _unusable("broken_image"):
             rgba = image.convert("RGBA")
-        except Exception as error:  # Pillow notices truncated files only here.
-            raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
         image, weights = rgba.convert("RGB"), rgba.getchannel("A")
-        weights.info.pop("icc_profile", None)  # It is that of the colours.
+        weights.info.pop("icc_profile", None)  # A profile describes colours; these are weights.
     colours = _cropped(image, shape, resize, place)
     if not weights:
         return np.concatenate([colours, np.full((*shape, 1), 255, np.uint8)], -1)
@@ -103,10 +102,8 @@ def _read_mask(data: bytes, shape: tuple[int, int]) -> Image.Image:
     Raises Unusable with reason "broken_mask".
     """
     image = _open(data, "broken_mask")
-    try:
+    with _unusable("broken_mask"):
         mask, colours = rgb.to_mask(image), np.asarray(rgb.to_rgb(image, background="black"))
-    except Exception as error:  # Pillow notices truncated files only here.
-        raise Unusable("broken_mask", f"{type(error).__name__}: {error}") from error
     if (mask.height, mask.width) != shape:
         size = f"{shape[1]}x{shape[0]}"
         raise Unusable("broken_mask", f"it is {mask.width}x{mask.height}, but its image is {size}")
@@ -179,6 +176,15 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
     return out.getvalue()
 
 
+@contextlib.contextmanager
+def _unusable(reason: str) -> Iterator[None]:
+    """Turn errors of Pillow's decoders, which raise many types, into Unusable."""
+    try:
+        yield
+    except Exception as error:
+        raise Unusable(reason, f"{type(error).__name__}: {error}") from error
+
+
 def _open(data: bytes, reason: str = "broken_image") -> Image.Image:
     try:
         return untrusted.open_image(data)
@@ -192,13 +198,11 @@ def _open(data: bytes, reason: str = "broken_image") -> Image.Image:
 
 def _decode(image: Image.Image, size: int, resize: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """Return the resized image in sRGB. `size` is the largest side that `resize` may need."""
-    try:
+    with _unusable("broken_image"):
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
         # least twice the target size is kept, so the antialiasing below determines the result.
         image.draft(None, (2 * size, 2 * size))
         return rgb.to_rgb(image, resize)
-    except Exception as error:  # Pillow notices truncated files only here.
-        raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
 def _resize(

@@ -246,7 +246,7 @@ def beam(options: str) -> Beam:
 
 
 def share(worker: int | None, workers: int | None) -> Worker:
-    """Return the Share of a worker.
+    """Return this process's Worker.
 
     If None, `worker` becomes jax.process_index() and `workers` becomes jax.process_count(). Raises
     ValueError if `worker` is not below `workers`.
@@ -283,7 +283,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value, and values inside it that were passed to `record_call` as their calls.
+    """Pickle a value. Values inside it that were passed to `record_call` are pickled as calls.
 
     The result is compressed, because a value may hold the names of many files.
     """

@@ -17,8 +17,8 @@ _MOST = 2**20  # The largest number of names to digest, evenly spread over the r
 def digests(pictures: Pictures) -> dict[str, int | str]:
     """Return the number of pictures, and digests of their names, of their texts and files.
 
-    Of the texts in a table, the digest covers the contents; of files, the sizes. Copies of a data
-    set on several machines have equal digests. No file is read.
+    The digest covers the contents of texts in a table, and the sizes of files. Copies of a data set
+    on several machines have equal digests. No file is read.
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), _MOST)).astype(np.int64))
     sizes = [stamp.partition(" ")[0] for stamp in storage.stamps(pictures.files())]

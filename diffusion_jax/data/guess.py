@@ -13,11 +13,11 @@ from absl import logging
 
 from diffusion_jax.config.settings import TEXTS, Data
 from diffusion_jax.data import home, records, rows, sources, storage, tars
-from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.table import Table
-from diffusion_jax.files import untrusted
+from diffusion_jax.files import local, untrusted
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
@@ -155,8 +155,25 @@ def names_pictures(file: pathlib.Path, pictures: Iterable[str]) -> bool:
     """Return whether a file contains the names of several of the pictures, or of all."""
     with file.open("rb") as opened:
         content = opened.read(_MOST)
+    content = content.replace(b"\0", b"")  # Of UTF-16.
     sought = list(itertools.islice(pictures, _LOOKED))
     return sum(os.fsencode(name) in content for name in sought) >= min(2, len(sought))
+
+
+def describes(path: str, pictures: Collection[str]) -> bool:
+    """Return whether a table holds captions of pictures, by its first rows.
+
+    Its columns say so, or one of them holds the names of these pictures, perhaps without a suffix.
+    """
+    stems = {os.path.splitext(name)[0] for name in pictures}
+    with contextlib.suppress(ValueError, OSError):
+        first = [row for _, row in itertools.islice(rows.read(local(path)), _LOOKED)]
+        columns = {name: {str(row.get(name)).partition(".")[0] for row in first} for name in dict(*first[:1])}
+        if not columns or {rows.KEY, "status"} <= columns.keys():  # What img2dataset did.
+            return False
+        named = any(len(cells & stems) >= max(1, min(2, len(stems))) for cells in columns.values())
+        return named or bool(rows.name_column(columns) and rows.likely(columns))
+    return False
 
 
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
@@ -192,12 +209,15 @@ def _of_tars(path: str, text: str) -> Data:
     Raises:
         ValueError: `text` is "" and the first tar holds no captions. Tars must hold captions.
     """
-    first = tars.find(path)[0]
+    beside = LeftOut()
+    first = tars.find_stamped(path, beside)[0][0]
     index = tars.load_index(first)
     if not len(index.suffix):
         raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
-    if not text:
-        text = next((suffix for suffix in TEXTS if suffix in index.suffix), "")
+    suffixes = {*index.suffix.tolist()}
+    if not text:  # Without pictures, as in tars of names with dots, open_tars says what is wrong.
+        has_pictures = suffixes & {*untrusted.image_suffixes()}
+        text = next((suffix for suffix in TEXTS if suffix in suffixes or not has_pictures), "")
     if not text and "json" in index.suffix:
         spans = index.span[index.suffix == "json"][:_LOOKED]
         ends = spans.sum(axis=1).tolist()
@@ -207,10 +227,11 @@ def _of_tars(path: str, text: str) -> Data:
         if errors:
             raise errors[0]
     if not text:
-        suffixes = ", ".join(sorted(set(index.suffix.tolist())))
+        others = [name for name, why in beside.take() if why == "beside_tars" and describes(name, ())]
+        tables = f", and may be in a table, such as {others[0]}" if others else ""
         raise ValueError(
-            f"no captions in {first} (suffixes of its files: {suffixes or 'none'}): set --text to "
-            "the captions' suffix, or unpack the tar into a folder: there, captions are optional"
+            f"no captions in {first} (suffixes of its files: {', '.join(sorted(suffixes))}): set --text to "
+            f"the captions' suffix, or unpack the tar into a folder: there, captions are optional{tables}"
         )
     return _data("webdataset", path, text)
 

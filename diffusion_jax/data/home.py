@@ -7,8 +7,9 @@ the bucket.
 
 The card holds a digest of the names, sizes and times of the files. If they change, the data are
 imported again, which writes only the parts that changed. A copy of the data set that keeps the
-times of the files needs no import. The last tables are kept: a run whose data set grew goes on with
-its own table. A table that data.path itself names is never imported again.
+times of the files needs no import. The last tables are kept, and those of runs whose workdirs
+exist: a run whose data set grew goes on with its own table. A table that data.path itself names is
+never imported again.
 """
 
 import collections
@@ -69,7 +70,8 @@ class Tables:
 
     def __init__(self, workdir: str | os.PathLike[str], begun: bool):
         """Read the ids in a workdir. If the run has not `begun`, it may read any table."""
-        self._path, self._ids = files.path(workdir) / RUN, collections.defaultdict[str, list](list)
+        self._path, self._ids = files.path(workdir).absolute() / RUN, collections.defaultdict[str, list](list)
+        self._homes = list[tuple[pathlib.Path, str]]()
         self._used: Mapping[str, list[str]] = {}
         if begun and self._path.exists():
             self._used = untrusted.parse_json(self._path.read_text())
@@ -90,12 +92,18 @@ class Tables:
             _check_grown(own, found, source)
             found = own
         self._ids[name].append(found.id())
+        if found.home:
+            self._homes.append((found.home, found.id()))
         return found
 
     def write(self) -> None:
-        """Write the ids of the opened tables into the workdir."""
-        if self._ids != self._used:
-            files.write_whole(self._path, json.dumps(self._ids))
+        """Write the ids of the opened tables into the workdir, and its path beside these tables."""
+        if self._ids == self._used:
+            return
+        files.write_whole(self._path, json.dumps(self._ids))
+        for folder, id in self._homes:
+            with contextlib.suppress(OSError):  # It may be another user's.
+                files.write_whole(folder / f"run-{_digest(str(self._path))}.json", json.dumps([str(self._path), id]))
 
 
 _RUN = contextvars.ContextVar[Tables | None]("the tables of the run", default=None)
@@ -248,16 +256,18 @@ def _import(place: pathlib.Path | dict[str, bytes], source: Source, seen: str, s
 
 
 def _prune(folder: pathlib.Path, newest: str) -> None:
-    """Delete all tables but the last ones, and the files that only they need.
+    """Delete all tables but the last ones and those of runs, and the files that only they need.
 
     `newest` is the name of the last card: the clock may have been set back.
     """
+    used = {table.card_of(id) for path in folder.glob("run-*.json") for id in _used(path)}
     age = lambda path: (path.name == newest, path.stat().st_mtime_ns)
     cards = sorted(folder.glob("card-*.json"), key=age)
     for card in cards[:-_KEPT]:
-        card.unlink(missing_ok=True)
+        if card.name not in used:
+            card.unlink(missing_ok=True)
     kept = set[str]()
-    for card in [*cards[-_KEPT:], *folder.glob("column-*.json")]:
+    for card in [*folder.glob("card-*.json"), *folder.glob("column-*.json")]:
         with contextlib.suppress(Exception):  # Nothing is kept for a damaged card.
             kept |= table.files_of(json.loads(card.read_bytes()))
     for path in folder.iterdir():
@@ -265,6 +275,19 @@ def _prune(folder: pathlib.Path, newest: str) -> None:
         unfinished = path.match(".*.arrow.*.tmp") or path.match(".pictures.*.tmp")
         if unfinished or (table.FILE.fullmatch(path.name) and path.name not in kept):
             path.unlink(missing_ok=True)
+
+
+def _used(path: pathlib.Path) -> list[str]:
+    """Return the id of the table that the run reads whose workdir the file at `path` names.
+
+    If it no longer reads this table, delete the file and return [].
+    """
+    with contextlib.suppress(Exception):  # A damaged file can raise anything.
+        run, id = json.loads(path.read_bytes())
+        if any(id in ids for ids in json.loads(files.path(run).read_bytes()).values()):
+            return [id]
+    path.unlink(missing_ok=True)
+    return []
 
 
 def same_rows(one: Table, other: Table) -> bool:

@@ -56,7 +56,7 @@ class Inventory:
     def damaged(self) -> int:
         """Return the number of damaged files: those whose reason starts with broken or truncated.
 
-        Of a place in a tar where headers are damaged, the number of files is a lower bound.
+        A damaged stretch of a tar counts as at least one file.
         """
         counts = self.left_out().items()
         return sum(n for reason, n in counts if reason.startswith(("broken", "truncated")))
@@ -83,7 +83,7 @@ class LeftOut(Inventory):
         self._new: list[tuple[str, str]] = []
 
     def add(self, kind: str, names: Sequence[str], number: int | None = None) -> None:
-        """Add files of one kind; see Inventory.add."""
+        """Add files of one kind, and keep the names of those that are left out."""
         super().add(kind, names, number)
         if kind not in USED and number != 0:
             self._new += [(name, kind) for name in names]

@@ -1,7 +1,7 @@
 """Columns of values in Arrow files that are mapped into memory, of which tables consist.
 
-A file holds one record batch, uncompressed, so that numpy reads its buffers without a copy. It is
-named by its values.
+A file holds one record batch, uncompressed, so that numpy reads its buffers without a copy. Its
+name contains a hash of its values.
 """
 
 import array

@@ -48,7 +48,7 @@ class Mixture(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[PictureArray, Sequence[Any]]:
-        """Read each picture and its text from the source that holds it; see Pictures.read."""
+        """Read each picture and its text from the source that holds it."""
         images, texts, *_ = self.columns(indices, places)
         return images, texts
 

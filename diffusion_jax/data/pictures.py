@@ -152,11 +152,11 @@ class Pictures(abc.ABC):
         del indices
 
     def files(self) -> list[str]:
-        """Return the paths or URLs of the files that hold the pictures; see Records.files."""
+        """Return the paths or URLs of the files that hold the pictures, in a fixed order."""
         return []
 
     def id(self) -> str:
-        """Return a digest of the texts that are not read again; see Records.id."""
+        """Return a digest of the texts that a table holds; "" in the base class."""
         return ""
 
     def rows(self, indices: Int[np.ndarray, "B"]) -> tuple[Int[np.ndarray, "N"], list[Row]]:
@@ -274,7 +274,7 @@ class DecodedPictures(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[PictureArray, Sequence[Any]]:
-        """Decode pictures and return them with their texts; see Pictures.read.
+        """Decode pictures and return them with their texts.
 
         Unusable records are replaced.
 
@@ -286,7 +286,7 @@ class DecodedPictures(Pictures):
         return images, texts
 
     def columns(self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None) -> Columns:
-        """Decode pictures and return them with their texts and numbers; see `read`."""
+        """Decode pictures and return them with their texts and numbers, as `read` does."""
         images, texts, numbers, _ = zip(*self._read(indices, places), strict=True)
         named = {f.name: np.array([of[f.name] for of in numbers]) for f in self._fields}
         pixels = np.stack(images)

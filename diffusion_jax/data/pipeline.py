@@ -211,7 +211,7 @@ class Batches:
         return order[index][np.array(rows)]
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
-        """Return the texts in the given rows of a recent batch; see `indices`."""
+        """Return the texts in the given rows of the batch `back` batches before the last."""
         indices = self.indices(rows, back)
         _, texts = self._view(indices).read(indices)
         first = self._sample(back)
@@ -219,7 +219,7 @@ class Batches:
         return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
+        """Return the names of the pictures in rows of the batch `back` batches before the last."""
         indices = self.indices(rows, back)
         return self._view(indices).names(indices)
 
@@ -231,7 +231,7 @@ class Batches:
         return self.pictures.cropped_to(shape)
 
     def _sample(self, back: int) -> int:
-        """Return the number of the first sample of a recent batch; see `indices`."""
+        """Return the number of the first sample of the batch `back` batches before the last."""
         index: Any = self._iterator.get_state()["next_index"] - 1 - back
         return self._first + index * self._batch_size
 
@@ -314,8 +314,8 @@ def make_batches(
         batch_size: number of rows of all processes together. Process p gets rows p*b to
             (p+1)*b - 1, where b = batch_size / process_count.
         seed: seed of the order, the random crops, the flips, the choice among captions, and tags.
-        process_index: p, from 0 to process_count - 1; see local_rows.
-        process_count: the number of processes that share a batch; see local_rows.
+        process_index: p, from 0 to process_count - 1, which local_rows returns.
+        process_count: the number of parts into which a batch is split, which local_rows returns.
         num_threads: number of prefetching threads; 0 makes each batch when it is needed.
         crop: "center", or "random" to crop larger pictures at a random position.
         flip: whether to mirror each picture with probability 1/2.

@@ -105,7 +105,7 @@ def table(path: str | os.PathLike[str]) -> list[rows.Row]:
 
 
 def names(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names, without .txt, of the files that hold the prompts of a folder; else []."""
+    """Return the names, without .txt, of the prompt files in a folder; [] for any other path."""
     folder = files.local(path)
     return [pathlib.Path(place).stem for place, _ in _folder(folder)] if folder.is_dir() else []
 

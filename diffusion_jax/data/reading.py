@@ -14,7 +14,7 @@ _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a secon
 
 
 class Place(NamedTuple):
-    """Where bytes lie."""
+    """Where bytes lie: a file, and their position in it."""
 
     file: str
     """Path or URL."""

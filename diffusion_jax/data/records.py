@@ -126,7 +126,7 @@ class Records(abc.ABC):
         return []
 
     def id(self) -> str:
-        """Return a digest of the texts that are not read again. The base class returns ""."""
+        """Return a digest of the texts that a table holds; "" in the base class."""
         return ""
 
     def left_out(self) -> dict[str, int]:
@@ -220,8 +220,8 @@ def read_text(contents: bytes, text: str) -> Any:
     Args:
         contents: the file's bytes.
         text: one place in data.text: "json:FIELD" for the captions in a field of a JSON file, "txt"
-            or "caption", or a suffix that ends so, for a file that holds only a caption,
-            "txt:lines" for one caption per line, or the suffix of a file of embeddings.
+            or "caption", or a suffix that ends in one of these, for a file that holds only a
+            caption, "txt:lines" for one caption per line, or the suffix of a file of embeddings.
     """
     suffix, _, field = text.partition(":")
     is_text = (last := suffix.rsplit(".")[-1]) in TEXTS
@@ -268,7 +268,7 @@ def read_numbers(contents: bytes, fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def number_of(field: Field, value: Any) -> float | Unusable:
-    """Return the number of a field, or the Unusable error for a value that is none in its range."""
+    """Return `value` as a number, or an Unusable error if it is no number in the field's range."""
     if isinstance(value, Unusable):
         return value
     try:

@@ -1,9 +1,14 @@
 """Read the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
 
-A .csv may begin with Excel's sep=; and needs no names of columns if it holds pictures and captions
-only. A .json holds a list of texts or of objects, an object with a text or an object for each
-image's name, as in kohya's meta_cap.json, the columns of a table, as from pandas, or COCO's
-annotations. Prompts and the captions of folders come from such tables. Only CR and LF end a line.
+Prompts and the captions of folders come from such tables. A .csv may begin with Excel's line sep=;
+and needs no header if it holds only pictures and captions. A .json holds one of these:
+
+- a list of texts or of objects;
+- an object that maps each image's name to a text or an object (kohya's meta_cap.json);
+- an object that maps each column to its values (pandas);
+- COCO's annotations.
+
+Only CR and LF end a line.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ from diffusion_jax.files import sheets, untrusted
 _ID = re.compile(r"\S*(\d|/|\\|\w\.\w)\S*")  # Numbers, hashes, names of files, paths and URLs.
 _FREQUENT = 3  # Number of the most frequent captions that are shown.
 _LOOKED = 1000  # The largest number of files to look into.
+_POINTER = 1024  # Pointers of Git LFS have fewer bytes.
 _SHEET = 32  # Pictures on a sheet.
 
 
@@ -188,12 +189,13 @@ def _lacking(table: Table, blank: int) -> Iterable[str]:
 def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> Iterable[str]:
     """Look into the texts and into at most 1,000 picture files for pointers of Git LFS."""
     rows = draw(len(table), min(_LOOKED, len(table)), 0)
-    found = [
-        row
-        for row, place in zip(rows, table.places(rows), strict=True)
-        if place.kind == reading.FILE and storage.is_pointer(place.file)
-    ]
+    places = table.places(rows)
+    inside = [p for p in places if p.kind in (reading.TAR, reading.BYTES) and p.size < _POINTER]
+    starts = dict(zip(inside, reading.ends(inside, len(untrusted.POINTER)), strict=True))
+    is_pointer = lambda p: storage.is_pointer(p.file) if p.kind == reading.FILE else starts.get(p) == untrusted.POINTER
+    found = [row for row, place in zip(rows, places, strict=True) if is_pointer(place)]
     texts = [of for text, of in unreadable.items() if untrusted.IS_POINTER in str(text)]
+    packed = "" if table.card["rule"].get("source") == "folder" else ", and write the data set again"
     for number, noun, row in (
         (len(found), f"of {len(rows):,} picture files looked into", found[:1]),
         (sum(count for count, _ in texts), "in texts", [row for _, row in texts]),
@@ -201,24 +203,29 @@ def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> I
         if number:
             yield (
                 f"pointers of Git LFS: {number:,} {noun}, such as that of "
-                f"{_name(table, row[0])}: run git lfs pull in their repository"
+                f"{_name(table, row[0])}: run git lfs pull in their repository{packed}"
             )
 
 
 def _unread(table: Table) -> Iterable[str]:
     """Name the tables without a column of names, and other files that name pictures."""
-    pictures = [name.rpartition("/")[2] for name in table.names(range(min(100, len(table))))]
-    found = [name for name, why in table.left() if why == "table_without_file_name"]
-    others = [name for name, why in table.left() if why == "no_picture"][:_LOOKED]
-    for name in [*others, *table.card["facts"].get("unused_tables", ())]:
+    rows = draw(len(table), min(_LOOKED, len(table)), 0)
+    pictures = [name.rpartition("/")[2] for name in table.names(rows)]
+    left = collections.defaultdict[str, list[str]](list)
+    for name, reason in table.left():
+        left[reason].append(name)
+    tables = [*left["beside_tars"], *table.card["facts"].get("unused_tables", ())][:_LOOKED]
+    found = left["table_without_file_name"]
+    for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
-            if guess.names_pictures(files.path(table.path(name)), pictures):
+            path = table.path(name)
+            if guess.names_pictures(files.path(path), pictures) or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
+    advice = "give it the columns file_name and caption, and name them in data.text, as in csv:caption"
+    if table.card["rule"].get("source") == "webdataset":
+        advice = "captions of tars must be in the tars; or unpack the tars into its folder, and read that folder"
     if found:
-        yield (
-            f"files that may hold captions, but are not read: {len(found):,}, such as {found[0]}: give "
-            "it the columns file_name and caption, and name them in data.text, as in csv:caption"
-        )
+        yield f"files that may hold captions, but are not read: {len(found):,}, such as {found[0]}: {advice}"
 
 
 def _by_name(table: Table) -> Iterable[str]:
@@ -230,7 +237,7 @@ def _by_name(table: Table) -> Iterable[str]:
     for origin, (count, row) in origins.items():
         column, _, how = origin.rpartition(", ")
         mixed = how.startswith("without the suffix") and f"{column}, exact path" in origins
-        if mixed or how == "by the file name alone":
+        if mixed or how.startswith("by the file name alone"):
             yield (
                 f"captions found {how}: {count:,}, such as that of {_name(table, row)} in "
                 f"{origin.partition(':')[0]}: look at some with `show --sheet`, or write exact "

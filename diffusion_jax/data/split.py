@@ -20,11 +20,10 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """Split pictures into (training, held out) by a hash of their groups, by default their keys.
 
     `share`, a number in [0, 1], is the approximate share of held-out pictures. With 1, both results
-    are all pictures, to measure a model without training. The choice is the
-    same in every run and process. If the keys are derived from names, the choice for a record does
-    not change when other records are added or removed. A held-out record never replaces an unusable
-    record in training. In a mixture, each source is split, but all pictures of data.prior are used
-    for training.
+    are all pictures, to measure a model without training. The choice is the same in every run and
+    process. If the keys are derived from names, the choice for a record does not change when other
+    records are added or removed. A held-out record never replaces an unusable record in training.
+    In a mixture, each source is split, but all pictures of data.prior are used for training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))

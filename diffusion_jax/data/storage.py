@@ -110,11 +110,13 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
-    with contextlib.suppress(OSError):  # Of links that lead to themselves.
-        if entry.is_dir():
-            return "folder"
+    try:
         if entry.is_file():
             return "file"
+        if entry.is_dir():
+            return "folder"
+    except OSError:  # Of links that lead to themselves.
+        pass
     return "link" if entry.is_symlink() else "special"
 
 

@@ -125,6 +125,8 @@ class Table(Records):
         if "without" in self.card:
             self._without = mapped.open_columns(home, self.card["without"])["row"]
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+        self.beside: Sequence[tuple[str, str]] = ()
+        """(name, reason) of more files that are no rows, which may change without the rows."""
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None  # The rows of a view.
@@ -148,7 +150,8 @@ class Table(Records):
         for name in files_of(self.card):
             content = self._contents.get(name) or (self.home / name).read_bytes()  # pyright: ignore
             files.write_whole(folder / name, content)
-        card = self.card | {"root": root if "://" in root else os.path.abspath(root)}
+        left = _store_left(folder, self._named_left())
+        card = self.card | {"root": root if "://" in root else os.path.abspath(root), "left": left}
         files.write_whole(folder / CARD, _written(card))
 
     def join(self, card: str, text: str, texts: Iterable[Sequence[InPlace]], origin: str, inventory: Inventory) -> None:
@@ -285,10 +288,14 @@ class Table(Records):
 
     def left(self) -> Iterator[tuple[str, str]]:
         """Yield (name, reason) of each file that is no row, and of pictures that are left out."""
-        for row in range(len(self._left["name"])):
-            yield os.fsdecode(self._left["name"][row]), self._left["reason"][row].decode()
+        yield from self._named_left()
         for rows, reason in ((self._dropped(), "no_caption"), (self._without.tolist(), _LEFT_OUT.reason)):
             yield from ((name, reason) for name in self.whole().names(rows))
+
+    def _named_left(self) -> Iterator[tuple[str, str]]:
+        for name, reason in zip(self._left["name"], self._left["reason"], strict=True):
+            yield os.fsdecode(name), reason.decode()
+        yield from self.beside
 
     def inventory(self) -> Inventory:
         """Return the files that were used and left out, and the pictures that a view leaves out."""
@@ -312,7 +319,7 @@ class Table(Records):
         return self.path(name), kind
 
     def path(self, name: str) -> str:
-        """Return the path or URL of a file of the data set, which the table names in short."""
+        """Return the path or URL of a file, whose `name` is relative to the data set's root."""
         return _beside(self.card["root"], name)
 
     def _are_left_out(self, indices: Sequence[int]) -> list[int]:
@@ -469,7 +476,7 @@ def write(
         inventory: the files that are no rows; the importer completes it while it yields the rows.
         root: the folder of the data set. Paths below it are stored relative to it.
         rule: everything in the config that the rows depend on. Its "fields" name the numbers.
-        facts: more that messages need, which may change until the last row is read.
+        facts: JSON values that messages show. They may change until the last row is read.
         seen: a digest of the files' names, sizes and times, which is not part of the table's id.
             It is not kept if a file is damaged or unreadable: reading it again may succeed.
         stamps: for each path, a text that changes with the file. Those of files with several
@@ -490,10 +497,6 @@ def write(
                 parts.append({kind: mapped.store(home, kind, of) for kind, of in columns})
             if len(part) < PART:
                 break
-    left = {"name": mapped.Buffer(), "reason": mapped.Buffer()}
-    for name, reason in inventory.take():
-        left["name"].add(os.fsencode(name))
-        left["reason"].add(reason.encode())
     complete = not (inventory.damaged() or shared.unreadable)
     containers = {name for name, _ in shared.files}
     known = {shared.short(path): stamp for path, stamp in stamps.items()}
@@ -505,7 +508,7 @@ def write(
         "parts": parts,
         "files": shared.files,
         "origins": list(shared.origins),
-        "left": mapped.store(home, "left", {name: of.column() for name, of in left.items()}),
+        "left": _store_left(home, inventory.take()),
         "inventory": inventory.saved(),
         "facts": facts,
         "seen": seen if complete else "",
@@ -518,6 +521,14 @@ def write(
     else:
         for name in (card_of(card["id"]), CARD):
             files.write_whole(home / name, written)
+
+
+def _store_left(home: Any, left: Iterable[tuple[str, str]]) -> tuple[str, int, int]:
+    columns = {"name": mapped.Buffer(), "reason": mapped.Buffer()}
+    for name, reason in left:
+        columns["name"].add(os.fsencode(name))
+        columns["reason"].add(reason.encode())
+    return mapped.store(home, "left", {name: of.column() for name, of in columns.items()})
 
 
 def _digest(card: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import array
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -18,9 +19,9 @@ import re
 import stat
 import tarfile
 import tempfile
-import zipfile
+import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,13 +34,14 @@ from diffusion_jax.data import records, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.records import check_exists, suffix_of
+from diffusion_jax.data.rows import READERS
 from diffusion_jax.files import untrusted
 from diffusion_jax.files.user_cache import user_cache
 
 KEY = "__key__"
 BLOCK = 512
 """Bytes per block of a tar. The header of a member is the block before the member's contents."""
-_INDEX_VERSION = 4
+_INDEX_VERSION = 5
 _OWNER = slice(265, 297)  # The bytes of a header that hold the name of the file's owner.
 _CHECKSUM = b"crc32:"
 _TRUNCATED = "truncated_tar"
@@ -128,7 +130,7 @@ def is_trusted(path: str | os.PathLike[str], tar: str) -> bool:
 
     A file that all users may write to is not trusted. At URLs, every file is trusted.
     """
-    if storage.is_url(os.fspath(path)):
+    if storage.is_url(str(path)):
         return True
     try:
         status = os.stat(path)
@@ -334,9 +336,12 @@ def _is_valid(header: bytes) -> bool:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split a tar member's name into key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy"."""
+    """Split a tar member's name into key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy".
+
+    The key has Unicode's composed form, so that files of a record may have names in other forms.
+    """
     folder, slash, file = name.removeprefix("./").rpartition("/")
-    return folder + slash + file.partition(".")[0], suffix_of(file)
+    return unicodedata.normalize("NFC", folder + slash + file.partition(".")[0]), suffix_of(file)
 
 
 def expand(pattern: str) -> list[str]:
@@ -347,28 +352,16 @@ def expand(pattern: str) -> list[str]:
     Raises:
         ValueError: there are more than a million names.
     """
-    if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
+    parts = list[tuple[int, Sequence[Any]]]()  # The width of numbers, and the choices.
+    for at, part in enumerate(re.split(_BRACES, pattern)):
+        if at % 2 and (match := re.fullmatch(_NUMBERS, part)):
+            parts.append((len(match[1]), range(int(match[1]), int(match[2]) + 1)))
+        else:
+            parts.append((0, part.split(",") if at % 2 else [part]))
+    if (count := math.prod(len(choices) for _, choices in parts)) > _MAX_NAMES:
         raise ValueError(f"{pattern} stands for {count:,} files: write a pattern for at most {_MAX_NAMES:,}")
-    match = re.search(_BRACES, pattern)
-    if match is None:
-        return [pattern]
-    if numbers := re.fullmatch(_NUMBERS, match[1]):
-        first, last = numbers.groups()
-        parts = [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
-    else:
-        parts = match[1].split(",")
-    return [
-        before + part + after
-        for before in [pattern[: match.start()]]
-        for part in parts
-        for after in expand(pattern[match.end() :])
-    ]
-
-
-def _count(braces: str) -> int:
-    if numbers := re.fullmatch(_NUMBERS, braces):
-        return max(0, int(numbers[2]) - int(numbers[1]) + 1)
-    return braces.count(",") + 1
+    named = [[str(choice).zfill(width) for choice in choices] for width, choices in parts]
+    return list(map("".join, itertools.product(*named)))
 
 
 def find(path: str) -> list[str]:
@@ -389,7 +382,7 @@ def find_stamped(path: str, inventory: Inventory) -> tuple[list[str], list[str]]
     """Return (paths, stamps): the paths that `find` returns, and one string for each tar.
 
     A tar's string changes when the tar's contents change (see storage.stamps). In folders, files
-    that are no tars are added to `inventory`, except for companions (see records.KNOWN).
+    that are no tars are added to `inventory`.
     """
     tars = [tar for name in expand(path) for tar in _listed(name, inventory)]
     stamps = storage.stamps(tars)
@@ -416,9 +409,21 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
     if not tars:
         raise ValueError(f"no .tar files in {name}: check the path, or read image files with data.source=folder")
     storage.warn_of_missing_shards(tars)
-    known = ("tar", *records.KNOWN)
-    inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
+    _count_others(names, tars, inventory)
     return tars if storage.is_url(name) else _without_links(tars, name, inventory)
+
+
+def _count_others(names: list[str], tars: list[str], inventory: Inventory) -> None:
+    """Add the files beside tars to the inventory, except for their indices."""
+    stems = {tar[: -len(".tar")] for tar in tars}
+    of_tars = {*tars, *(f"{tar}.index.npz" for tar in tars)}
+    for name in (name for name in names if name not in of_tars):
+        stem, suffix = os.path.splitext(name.lower())
+        is_read = suffix in READERS or suffix[1:] in untrusted.image_suffixes()
+        # img2dataset writes NAME.parquet and NAME_stats.json about NAME.tar.
+        is_about = name[: len(stem)].removesuffix("_stats") in stems
+        kind = "beside_tars" if is_read and not is_about else records.other_kind(suffix[1:], ())
+        inventory.add(kind, [name])
 
 
 def _without_links(tars: list[str], folder: str, inventory: Inventory) -> list[str]:
@@ -461,14 +466,11 @@ class _PlainUnpickler(untrusted.Unpickler):
 
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:
-    try:
+    with contextlib.suppress(Exception):  # A damaged index can raise anything; a new one is built.
         saved = untrusted.read_archive(io.BytesIO(files.path(path).read_bytes()))
         if np.array_equal(saved.pop("stamp"), stamp):
             inventory = Inventory(json.loads(str(saved["inventory"])))
             return Index(**{**saved, "inventory": inventory})
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        pass  # The index is missing or damaged, so a new one is built.
-    return None
 
 
 def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:

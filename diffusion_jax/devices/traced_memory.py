@@ -120,7 +120,7 @@ class Lifetimes(NamedTuple):
 
 
 def flatten(jaxpr: core.Jaxpr) -> TracedProgram:
-    """Convert a jaxpr to a Program. All calls are inlined, and unused equations are left out."""
+    """Convert a jaxpr to a TracedProgram. Calls are inlined, and unused equations left out."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spaced = tuple[Sigmas, Times | None]
-Spacing = Callable[..., Spaced]
 """A function from (noise, a config's `sampler` group, GridOptions, end) to (levels, times).
 
 `end` is one of ENDS. `levels` holds n + 1 levels if the spacing includes the end of the last step

@@ -142,8 +142,8 @@ def dpm2(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 def dpm2_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Sample with k-diffusion's ancestral DPM-Solver-2.
 
-    A step of `dpm2` to a lower level precedes new noise, as in `euler_ancestral`. The last step
-    adds no noise.
+    Each step takes `dpm2` below the next level, and then adds noise up to this level. The last step
+    adds none.
     """
     return _dpm2(denoise, x, sigmas, noise, 1.0)
 

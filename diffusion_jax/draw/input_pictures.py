@@ -51,7 +51,7 @@ def define() -> Callable[[int], InputPictures | None]:
     """Define the flags --image and --mask. The caller defines --strength.
 
     Return a function that takes the number of texts, and opens the pictures and masks that the
-    flags name (see `read`). It raises ValueError if there is a strength, but no picture.
+    flags name. It raises the errors of `read`, and ValueError for a strength without a picture.
     """
     images = flags.DEFINE_multi_string("image", [], "A picture to draw over: one for all texts, or one for each.")
     masks = flags.DEFINE_multi_string(
@@ -92,7 +92,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> InputPi
 
 
 def open_picture(path: str, mode: str, flag: str) -> Image.Image:
-    """Open and decode a picture, and convert it to "RGB" or "L" (see `upright`).
+    """Open a picture, turn it upright, and convert it to "RGB", or to "L" for a mask.
 
     `flag` is the name of the flag that gives the path, for error messages.
 
@@ -124,7 +124,7 @@ def opened(image: Picture | None, mask: Picture | None, strength: object = None)
 
     Raises:
         ValueError: There is a mask or a strength without a picture, the sizes of picture and mask
-            differ, or one is no picture.
+            differ, or a value is not a picture.
         OSError: A file is missing, or is not an image that Pillow can read.
     """
     if image is None:
@@ -143,7 +143,8 @@ def opened(image: Picture | None, mask: Picture | None, strength: object = None)
 def upright(image: Picture, mode: str, name: str) -> Image.Image:
     """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
 
-    See rgb.to_rgb and rgb.to_mask. `name` is the image's name in error messages.
+    Transparent pixels become white, or black in a mask. `name` is the image's name in error
+    messages.
 
     Raises ValueError if the image is no picture, if the range of the pixels is unknown, or if a
     mask with transparent pixels shows other colours than black and white.

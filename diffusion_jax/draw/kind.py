@@ -31,7 +31,7 @@ class Kind(NamedTuple):
         """Define --workdir and, if the system opens models trained elsewhere, --model.
 
         Return a function that returns the values of both flags. With `several`, each flag may be
-        repeated. In a system with cascades, --workdir always may, once per stage.
+        repeated. In a system with cascades, --workdir may always be repeated, once per stage.
         """
         if self.file_options is None:
             stages = flags.DEFINE_multi_string(

@@ -53,7 +53,7 @@ def geneval2(file: str, prompts: Sequence[str], num_images: int) -> Layout:
     if num_images != 1 or not rows or any(not {"prompt", "vqa_list"} <= row.keys() for row in rows):
         raise ValueError(
             "--layout=geneval2 needs --num_images=1, and as --prompts the benchmark's "
-            f"geneval2_data.jsonl; they are {num_images} and {file}"
+            f"geneval2_data.jsonl; you gave {num_images} and {file}"
         )
     if len({*prompts}) < len(prompts):
         raise ValueError(
@@ -74,7 +74,7 @@ def dpg(file: str, prompts: Sequence[str], num_images: int) -> Layout:
     if num_images not in (1, 4) or not (names := prompt_files.names(file)):
         raise ValueError(
             "--layout=dpg needs --num_images=4 (or 1, for PIC_NUM=1), and as --prompts the "
-            f"benchmark's folder dpg_bench/prompts; they are {num_images} and {file}"
+            f"benchmark's folder dpg_bench/prompts; you gave {num_images} and {file}"
         )
     if empty := len(names) - len(prompts):
         raise ValueError(

@@ -169,8 +169,8 @@ class Model:
             num_images: The number of pictures of each prompt, which follow one another.
             progress: Called at each evaluation of the network with the predicted images and their
                 noise level.
-            image: The picture that all prompts draw over (image-to-image): a Pillow image, an
-                array uint8 [H, W, 3] such as `drawing[0]`, or a path. Likewise `mask`, `low_res`.
+            image: The picture that all prompts draw over (image-to-image): a Pillow image, an array
+                uint8 [H, W, 3] such as `drawing[0]`, or a path. `mask` and `low_res` take the same.
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
                 first one that enlarges.
@@ -216,7 +216,7 @@ class Model:
         return Drawing(images, prompts, seeds, model.card(), smaller)
 
     def warn_of_words(self, prompts: Sequence[str]) -> None:
-        """Log the words of prompts that no training caption contains, and what has no effect."""
+        """Log words of prompts that no training caption contains, and texts that have no effect."""
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
         for s in (stage.settings.sampler for stage in self.stages):
@@ -258,7 +258,7 @@ class Model:
             guidance: The guidance scale of all stages. By default, each stage uses its own.
             batch_sizes: The batch size of each stage. None, or a missing value, means a default,
                 which is smaller for larger images.
-            numbers: For each stage, the numbers of fields, one for each prompt, by Field.key.
+            numbers: For each stage, one number per prompt for each field, keyed by Field.key.
 
         Raises:
             ValueError: A picture does not fit, or the model cannot draw images of this size.

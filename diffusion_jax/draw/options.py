@@ -7,7 +7,7 @@ they come from flags, keywords in notebooks, requests of the web page or points 
 import os
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from diffusion_jax.config import field_docs, named, ranges
 from diffusion_jax.config.settings import Lora
@@ -31,6 +31,7 @@ class Option(NamedTuple):
     """Whether the values of a repeated flag, or of a list, are joined with commas."""
 
 
+_Settings = TypeVar("_Settings")
 Options = Mapping[str, Option]
 Values = Mapping[str, Any]
 """Values keyed by option name, such as {"steps": 20}."""
@@ -121,11 +122,12 @@ def fields(options: Options, values: Values) -> dict[str, Any]:
     return {options[name].field: value for name, value in values.items() if name in options and options[name].field}
 
 
-def override(s: Any, values: Mapping[str, Any]) -> Any:
-    """Return the settings `s`, a NamedTuple of config groups, with some fields replaced.
+def override(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
+    """Return `settings`, a NamedTuple of config groups, with some fields replaced.
 
     `values` holds the new values, keyed by config field, such as "sampler.steps".
     """
+    s: Any = settings
     for field, value in values.items():
         group, _, name = field.partition(".")
         s = s._replace(**{group: getattr(s, group)._replace(**{name: value})})

@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
     """Further arguments of Kind.open."""
 
     def batches(self, model: Model, rows: Sequence[int], seeds: Sequence[int]) -> Iterator[list[Images]]:
-        """Draw image n from text rows[n] and seed seeds[n], in batches (see Model.batches)."""
+        """Draw image n from text rows[n] and seed seeds[n]. Yield batches: an array per stage."""
         return model.batches(
             self.prompts,
             rows,
@@ -91,8 +91,8 @@ def command(kind: Kind, read: Read) -> None:
 
     Args:
         kind: The system.
-        read: Reads the flags that only this system has. There may be no prompt. A ValueError or
-            OSError becomes a one-line message and exit code 2.
+        read: Reads the flags that only this system has. Its list of prompts may be empty. A
+            ValueError or OSError becomes a one-line message and exit code 2.
     """
     f, open_model = _define_flags(), _define_model(kind, read)
 
@@ -112,7 +112,8 @@ def command(kind: Kind, read: Read) -> None:
             model, inputs = open_model(prompts, folder)
             if layout:
                 _check_layout(layout, inputs, *model.shapes[-1])
-            columns = [prompt_numbers(of.settings, len(inputs.captions)) for of in model.stages]
+            settings = [stage.settings for stage in model.stages]
+            columns = [prompt_numbers(s.fields, s.sampler.fields, len(inputs.captions)) for s in settings]
             inputs = inputs._replace(numbers=columns)
             rows = [i for i in range(len(inputs.captions)) for _ in range(f["num_images"].value)]
             numbers = range(f["seed"].value, f["seed"].value + len(rows))
@@ -131,15 +132,15 @@ def command(kind: Kind, read: Read) -> None:
     cli.run(main, "write --prompt={!r}")
 
 
-def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]]:
-    """Return the columns of fields in the table --prompts, with one row for each prompt.
+def prompt_numbers(fields: Sequence[str], given: str, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]]:
+    """Return the columns of `fields` in the table --prompts, with one row for each prompt.
 
-    The prompts of --prompt come first. They and empty cells get the number that sampler.fields of
-    the settings `s` names, or NaN if it names none.
+    The prompts of --prompt come first. They and empty cells get the number that `given` names, or
+    NaN if it names none. `fields` is data.fields of a run's config, and `given` its sampler.fields.
     """
-    file, named = flags.FLAGS.prompts, picture_fields.read(s.fields)
+    file, named = flags.FLAGS.prompts, picture_fields.read(fields)
     columns = prompt_files.numbers(file, named) if file else {}
-    defaults = picture_fields.arrays(named, picture_fields.values(named, s.sampler.fields), num_prompts)
+    defaults = picture_fields.arrays(named, picture_fields.values(named, given), num_prompts)
     found = {}
     for key, column in columns.items():
         padded = np.pad(column, (num_prompts - len(column), 0), constant_values=np.nan)

@@ -4,12 +4,12 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from diffusion_jax import files, runs, systems
 from diffusion_jax.config import picture_fields
@@ -38,6 +38,7 @@ _SHARED = (
     "unet.noise_aug",
 )
 
+_Settings = TypeVar("_Settings")
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 """A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""
 
@@ -63,7 +64,7 @@ class Stage(NamedTuple):
     their noise level. `strength` is the share of the steps to run when drawing over a picture. The
     function raises ValueError if settings do not fit together."""
     programs: Callable[[Any, Preview | None, float], Draw]
-    """The same arguments -> a function that draws, which is compiled once (see make_programs)."""
+    """The same arguments -> a function that draws. Each choice is compiled once."""
     settings_with: Callable[[Mapping[str, Any]], Any]
     """Values keyed by config field -> the settings with these values."""
     draw: Draw
@@ -77,8 +78,8 @@ class Stage(NamedTuple):
     def changed(self, fields: Mapping[str, Any], preview: Preview | None = None, strength: float = 1.0) -> "Stage":
         """Return the stage with other settings. Weights and compiled programs are kept.
 
-        `fields` holds new values, keyed by config field. For the others, see `inputs_of`.
-        Raises ValueError if settings do not fit together.
+        `fields` holds new values, keyed by config field. `preview` and `strength` are arguments of
+        `inputs_of`. Raises ValueError if settings do not fit together.
         """
         s = self.settings_with(fields)
         return self._replace(settings=s, draw=self.programs(s, preview, strength))
@@ -98,7 +99,7 @@ def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}, *,
         group, _, name = field.partition(".")
         config[group][name] = value
     s = systems.read(config, system)
-    finetune.check_wanted(fields.get("unet.weights"), s)
+    finetune.check_wanted(fields.get("unet.weights"), s.lora, s.text)
     if "text.weights" in fields and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"the text encoder of {workdir}, {s.text.encoder!r}, has no weights: leave out "
@@ -126,12 +127,12 @@ def open_encoder(
 
 def load_guide(
     guide: str,
-    s: Any,
-    read: Callable[[str], Any],
-    init_of: Callable[[Any], Any],
+    s: _Settings,
+    read: Callable[[str], _Settings],
+    init_of: Callable[[_Settings], Callable[..., Params]],
     mesh: Mesh,
     rules: sharding.ShardingRules,
-) -> tuple[Any, Params]:
+) -> tuple[_Settings, Params]:
     """Return the settings and the averaged weights of the run `guide`, for autoguidance.
 
     Guidance then leads away from the images that this run's model predicts, instead of from the
@@ -152,7 +153,7 @@ def load_guide(
     """
     workdir, step = finetune.at_step(guide)
     settings = read(workdir)
-    ranges = lambda run: [tuple(field)[1:] for field in picture_fields.read(run.data.fields)]
+    ranges = lambda run: [tuple(field)[1:] for field in picture_fields.read(_value(run, "data.fields"))]
     shared = lambda run: {**{name: _value(run, name) for name in _SHARED}, "fields": ranges(run)}
     theirs, ours = shared(settings), shared(s)
     if differing := [name for name in ours if theirs[name] != ours[name]]:
@@ -161,7 +162,7 @@ def load_guide(
             f"--guide={guide} has {shown(theirs)}, but the guided model has {shown(ours)}: choose "
             "a guide with the same values"
         )
-    if settings.lora.rank or settings.text.learned_tokens:
+    if _value(settings, "lora.rank") or _value(settings, "text.learned_tokens"):
         raise ValueError(
             f"--guide={guide} is a LoRA or a learned word, but a guide must be a complete model: "
             "name a run that trains all weights"
@@ -171,20 +172,18 @@ def load_guide(
     return settings, restore.load_params(folder, shapes, "ema", step)
 
 
-def _value(s: Any, name: str) -> Any:
+def _value(s: object, name: str) -> Any:
     """Return a setting by its name in dotted form, or None if the system has no such setting."""
-    for part in name.split("."):
-        s = getattr(s, part, None)
-    return s
+    return functools.reduce(lambda group, part: getattr(group, part, None), name.split("."), s)
 
 
 def load_stage(
     workdir: str | os.PathLike[str],
-    s: Any,
+    s: _Settings,
     encoder: TextEncoder,
     task: Task,
     mesh: Mesh,
-    inputs_of: Callable[[Any, Preview | None, float], InputsFunction],
+    inputs_of: Callable[[_Settings, Preview | None, float], InputsFunction],
     values: Values,
     lora_scale: float,
 ) -> Stage:
@@ -248,13 +247,13 @@ def fingerprint(models: Sequence[Params]) -> str:
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
 
 
-def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Params:
+def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: sharding.ShardingRules) -> Params:
     shapes = jax.eval_shape(init, jax.random.key(0))
     return sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
+def _sums(params: Params, everywhere: NamedSharding) -> list[jax.Array]:
     """Return, for each array, the sum of its values modulo 2^32, with their bits read as integers.
 
     The sums do not depend on how the arrays are sharded. Every device gets the sums.

@@ -22,7 +22,7 @@ from diffusion_jax.data.captions import first
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.evaluate.scorers import FeaturesByKind, Scorer
-from diffusion_jax.files import sheets
+from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics import bootstrap, neighbours
 
@@ -53,10 +53,10 @@ class Training:
 
         Args:
             pictures: The training pictures, in the size of the drawn pictures.
-            scorer: The Scorer whose judges compute the features, or an object with its fields
+            scorer: The Scorer whose references compute the features, or an object with its fields
                 prompts and picture_features and its method features.
             unseen: Real pictures that were not in training, in the size of the drawn pictures. If
-                None, the judges' stored features of real pictures are used.
+                None, the scorer's stored features of real pictures are used.
         """
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
@@ -110,9 +110,9 @@ class Training:
     def sheet(self, nearest: Nearest, draw: Redraw, prompts: Sequence[str] = ()) -> UInt8[np.ndarray, "H W 3"]:
         """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
-        Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
-        pictures, the sheet has a single row of pairs, of at most 8. `prompts` are those of the
-        drawn pictures; () shows none.
+        Each drawn picture is above its nearest training picture. With fewer than 16 drawn pictures,
+        the sheet shows at most 8 of them, in one row. `prompts` holds the prompt of each drawn
+        picture for the labels; () leaves them out.
         """
         shown = _PAIRS if len(nearest.distances) >= _PAIRS else _COLUMNS
         closest = np.argsort(nearest.distances, kind="stable")[:shown]
@@ -137,14 +137,13 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
     Args:
         name: The value of --copies: the training pictures, SOURCE:PATH or SOURCE:PATH::TEXT.
         unseen: The value of --unseen: real pictures that were not in training, SOURCE:PATH or
-            SOURCE:PATH::TEXT. For "", the judges' stored features of real pictures are used.
-        scorer: The scorer whose judges compute the features.
+            SOURCE:PATH::TEXT. For "", the scorer's stored features of real pictures are used.
+        scorer: The scorer whose references compute the features.
         size: The side in pixels to which the pictures are resized.
 
     Raises:
-        ValueError: A source is unknown or empty, no judge compares drawn pictures with real ones,
-            there are no unseen pictures, --unseen is set without --copies, or the job has several
-            processes.
+        ValueError: A source is unknown or empty, no reference has real pictures, there are no
+            unseen pictures, --unseen is set without --copies, or the job has several processes.
     """
     if not name:
         if unseen:
@@ -168,10 +167,8 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
 
 
 def _open(flag: str, name: str, size: int) -> Pictures:
-    try:
+    with untrusted.naming(f"--{flag}={name}"):
         return sources.open_pictures(sources.named(name), size)
-    except ValueError as error:
-        raise ValueError(f"--{flag}={name}: {error}") from error
 
 
 def write(
@@ -180,7 +177,7 @@ def write(
     """For each kind of features, write a sheet of the drawn pictures closest to training pictures.
 
     The sheet shows each of these drawn pictures with its nearest training picture. Return one row
-    of copies.csv per kind of features (see Training.describe).
+    of copies.csv per kind of features.
 
     Args:
         out: The folder of the sheets.

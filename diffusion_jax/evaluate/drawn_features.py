@@ -103,14 +103,14 @@ def drawing(
     size: int | None = None,
     save: Callable[[Int[np.ndarray, "B"], UInt8[np.ndarray, "B H W 3"]], None] | None = None,
 ) -> Compute:
-    """Return a function that draws images of a scorer's prompts and computes all judges' features.
+    """Return a function that draws images of a scorer's prompts and computes all features.
 
     The function's result has three additional entries. "images" holds the images of the batch that
     the contact sheet shows. "seconds" [1, 2] holds the seconds spent on drawing and on computing
     features. "fine" [B] is True for finite images.
 
     Args:
-        scorer: the prompts and judges.
+        scorer: the prompts and references.
         draw: maps (prompts, seeds, guidance) to images in about [-1, 1].
         guidance: the guidance scale.
         batch_size: number of images per batch; smaller batches are padded.
@@ -161,7 +161,7 @@ def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card
 
     Args:
         folder: the folder.
-        cards_now: the card of each judge, keyed by the judge's name.
+        cards_now: the card of each reference, keyed by the reference's name.
 
     Returns:
         The cards in the folder. Only their software versions may differ from `cards_now`.

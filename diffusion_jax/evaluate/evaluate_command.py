@@ -2,8 +2,8 @@
 
 A sweep consists of points. A point is a model with one checkpoint, one average (EMA) of its
 weights, and fixed sampler settings. The command draws pictures for every point at every guidance
-scale, with the same prompts and the same noise. loop.py saves the pictures' features after each
-batch.
+scale, with the same prompts and the same noise. drawn_features.py saves the pictures' features
+after each batch.
 """
 
 import contextlib
@@ -181,7 +181,7 @@ def with_weights(points: Sequence[Sequence[Values]], weights: Sequence[Sequence[
     """Return each of `points` with each combination of the weights that `weights` lists per stage.
 
     Both hold option values. Stages beyond the end of `weights` have the weights of the points.
-    Raises ValueError if there are weights for more stages than there are.
+    Raises ValueError if there are weights for more stages than a point has.
     """
     num_stages = len(points[0])
     if len(weights) > num_stages:
@@ -380,16 +380,16 @@ def _features(
     card: Card,
     images: pathlib.Path,
 ) -> tuple[dict[str, Card], drawn_features.FeaturesByKind]:
-    """Return the judges' cards, and the features of the pictures drawn at one point and guidance.
+    """Draw the pictures of one point and guidance. Return the references' cards, and the features.
 
-    The cards are keyed by judge, and the features by kind (Metric.features). The features are saved
-    in out/features/`name`. Pictures whose features are already saved are not drawn again. If
+    The cards are keyed by reference, and the features by kind (Metric.features). The features are
+    saved in out/features/`name`. Pictures whose features are already saved are not drawn again. If
     plan.save_images is set, the drawn pictures are written to the folder `images`.
     """
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     with cli.bad_input():
-        cards = drawn_features.claim(folder, {k: of_judge | card for k, of_judge in scorer.cards.items()})
+        cards = drawn_features.claim(folder, {name: own | card for name, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
     save = functools.partial(_save, images) if keep else None
     compute = drawn_features.drawing(

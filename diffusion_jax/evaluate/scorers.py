@@ -1,4 +1,4 @@
-"""Make scorers. A scorer holds the prompts of an evaluation and the judges of its pictures."""
+"""Make scorers. A scorer holds the prompts of an evaluation, and references for its scores."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ A prompt without a real picture gets a picture with another caption."""
 FeaturesByKind = dict[str, Float[np.ndarray, "N D"]]
 """Features with one row per picture, keyed by kind (Metric.features)."""
 Scores = dict[str, dict[str, float]]
-"""{judge's name: {table column: value}}."""
+"""Maps names of references to scores, which are keyed by table column."""
 OF_PROMPTS = (
     "reference",
     "inception",
@@ -40,7 +40,7 @@ OF_PROMPTS = (
     "judge",
     *PREFERENCES,
 )
-"""Fields of the config group `evaluation` that name weights, references and judges."""
+"""Fields of the config group `evaluation` that name the files from which references are made."""
 _NO_FEATURES = (
     "{} needs features that the reference file does not hold: write the file with python -m "
     "diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
@@ -49,7 +49,7 @@ _SHOWN = 42  # Number of pictures on a sheet.
 
 
 class Reference(NamedTuple):
-    """A judge of pictures: how to extract their features, and those of real pictures, if needed."""
+    """What scores a picture: a function that extracts features, and features of real pictures."""
 
     card: Card
     """A record of everything that the scores depend on, except the scored model."""
@@ -62,12 +62,12 @@ class Reference(NamedTuple):
 
 
 class Scorer:
-    """The prompts of an evaluation, with the judges and metrics that score its pictures."""
+    """The prompts of an evaluation, with the references and metrics that score its pictures."""
 
     def __init__(
         self,
         prompts: Sequence[str],
-        judges: Mapping[str, Reference],
+        references: Mapping[str, Reference],
         metrics: Sequence[str] = (),
         *,
         groups: Mapping[str, slice] | None = None,
@@ -79,9 +79,9 @@ class Scorer:
 
         Args:
             prompts: the prompts.
-            judges: the judges, keyed by name.
-            metrics: keys of METRICS. By default, all metrics that the judges support, except those
-                with by_name=True.
+            references: the references, keyed by name.
+            metrics: keys of METRICS. By default, all metrics that the references allow, except
+                those with by_name=True.
             groups: slices of the prompts, keyed by name. A metric scores the pictures of the slice
                 that Metric.group names.
             shown: indices of the prompts whose pictures are on the contact sheet.
@@ -89,18 +89,18 @@ class Scorer:
             guidance: the default guidance scales of a sweep. With (), the command's defaults apply.
 
         Raises:
-            ValueError: one of `metrics` is unknown, needs features that no judge computes or that
-                the real pictures lack, or needs more prompts than there are.
+            ValueError: one of `metrics` is unknown, needs features that no reference computes or
+                that the real pictures lack, or needs more prompts than there are.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
-        self._judges, self.guidance = dict(judges), guidance
-        self._owners = {name: key for key, judge in judges.items() for name in judge.features}
+        self._references, self.guidance = dict(references), guidance
+        self._owners = {name: key for key, one in references.items() for name in one.features}
         chosen = {}
-        prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
+        prepare = functools.cache(lambda owner, make: make(self._references[owner].real))
         for name in metrics or [n for n, metric in METRICS.items() if not metric.by_name]:
             try:
-                chosen[name] = self._reference(name, prepare)
+                chosen[name] = self._prepared(name, prepare)
             except LookupError as error:
                 if metrics:
                     raise ValueError(error.args[0]) from error
@@ -108,21 +108,21 @@ class Scorer:
 
     @property
     def cards(self) -> dict[str, Card]:
-        """The cards of the judges, keyed by the judge's name."""
-        return {name: judge.card for name, judge in self._judges.items()}
+        """The cards of the references, keyed by the reference's name."""
+        return {name: reference.card for name, reference in self._references.items()}
 
     @property
     def picture_features(self) -> list[str]:
-        """The first kind of features (Metric.features) of each judge that has real pictures."""
-        return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
+        """The first kind of features (Metric.features) of each reference with real pictures."""
+        return [one.features[0] for one in self._references.values() if one.real is not None]
 
     @property
     def real_features(self) -> FeaturesByKind:
-        """Stored features of the judges' real pictures, keyed by kind (Metric.features).
+        """Stored features of the references' real pictures, keyed by kind (Metric.features).
 
-        Judges that have only the mean and covariance of such features are left out.
+        References that have only the mean and covariance of such features are left out.
         """
-        real = {judge.features[0]: judge.real for judge in self._judges.values()}
+        real = {one.features[0]: one.real for one in self._references.values()}
         kept = {name: stats.features for name, stats in real.items() if stats is not None}
         return {name: rows for name, rows in kept.items() if rows is not None}
 
@@ -146,10 +146,10 @@ class Scorer:
         return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> FeaturesByKind:
-        """Compute all judges' features of `images` in 0..255, which were drawn for `prompts`."""
+        """Compute all kinds of features of `images` in 0..255, which were drawn for `prompts`."""
         features = {}
-        for judge in self._judges.values():
-            features |= zip(judge.features, judge.extract(images, prompts), strict=True)
+        for one in self._references.values():
+            features |= zip(one.features, one.extract(images, prompts), strict=True)
         return features
 
     def score(self, features: FeaturesByKind) -> Scores:
@@ -157,22 +157,22 @@ class Scorer:
 
         `features` must have a row for each prompt, in the order of the prompts.
         """
-        scores: Scores = {name: {} for name in self._judges}
+        scores: Scores = {name: {} for name in self._references}
         # Real.compared caches distances by the identity of the array, so make each array once.
         rows_of = functools.cache(lambda name, group: features[name][self.groups[group]])
-        for name, reference in self._metrics.items():
+        for name, prepared in self._metrics.items():
             metric = METRICS[name]
             owner = self._owners[metric.features]
             rows = rows_of(metric.features, metric.group)
-            score = metric.score(rows, *([reference] if metric.reference else []))
-            column = table.column(name, self._judges[owner].card)
+            score = metric.score(rows, *([prepared] if metric.reference else []))
+            column = table.column(name, self._references[owner].card)
             scores[owner] |= table.columns(column, score)
         return scores
 
-    def _reference(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
+    def _prepared(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
         """Return the prepared statistics of real images for a metric, or None if it needs none.
 
-        `prepare` maps (judge's name, Metric.reference) to the prepared statistics. Raises
+        `prepare` maps (reference's name, Metric.reference) to the prepared statistics. Raises
         LookupError if the scorer does not support the metric.
         """
         metric = METRICS.get(name)
@@ -191,15 +191,15 @@ class Scorer:
         if metric.reference is None:
             return None
         owner = self._owners[metric.features]
-        real = self._judges[owner].real
-        reference = None if real is None else prepare(owner, metric.reference)
-        if reference is None:
+        real = self._references[owner].real
+        prepared = None if real is None else prepare(owner, metric.reference)
+        if prepared is None:
             raise LookupError(_NO_FEATURES.format(name))
-        return reference
+        return prepared
 
 
 def columns(scores: Scores) -> dict[str, float]:
-    """Merge the scores of all judges into one table row."""
+    """Merge the scores of all references into one table row."""
     return {name: value for row in scores.values() for name, value in row.items()}
 
 
@@ -221,10 +221,9 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
         evaluation: the config's evaluation group.
 
     Raises:
-        FileNotFoundError: see `of_prompts`.
+        FileNotFoundError: a file or folder that the evaluation group names does not exist.
         ValueError: there are no prompts and the data source provides none; there are no prompts,
-            but the evaluation group sets a field that needs them (see `check_unused`); or
-            `of_prompts` raises it.
+            but the evaluation group sets a field that needs them; or `of_prompts` raises it.
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
@@ -256,7 +255,7 @@ def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
 
 
 def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
-    """Return a scorer for prompts from a file, with the judges that the evaluation group names.
+    """Return a scorer for prompts from a file, with the references that the evaluation group names.
 
     Args:
         size: side of the pictures in pixels.
@@ -326,14 +325,14 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
 
 
 def _against(name: str, path: str, make: Callable[[str], extractors.Extractor], mode: str, card: Mapping) -> Reference:
-    """Return a judge that compares pictures with the statistics in the file `path`.
+    """Return a reference that compares pictures with the statistics in the file `path`.
 
     Args:
         name: the kind of features.
         path: the file with statistics of real pictures.
         make: loads the extractor with the given preprocessing.
         mode: the preprocessing to use if the file has no card. Otherwise, the card names it.
-        card: fields for the judge's card.
+        card: fields for the reference's card.
     """
     real = stats_files.read(path)
     stats_files.check_mode(path, real, mode, "inception_mode")
@@ -352,10 +351,10 @@ def _against(name: str, path: str, make: Callable[[str], extractors.Extractor], 
 
 
 def _trained(trained: own_judge.CaptionMatcher, prompts: Sequence[str], card: Mapping) -> Reference:
-    """Return a Reference that compares pictures with a trained judge's held-out pictures.
+    """Return a reference that compares pictures with a trained judge's held-out pictures.
 
     The held-out pictures are shrunk to the size of the drawn pictures, which were drawn for
-    `prompts`. `card` holds fields for the Reference's card, including this size.
+    `prompts`. `card` holds fields for the reference's card, including this size.
     """
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))

@@ -46,7 +46,7 @@ class SweepResult(NamedTuple):
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """Scores, keyed by their file's name without suffix: the point, the guidance and the judge."""
+    """Scores, keyed by file name without suffix, which holds point, guidance and reference."""
     damage: str = ""
     """The message about a damaged file, because of which there are no rows and scores."""
 
@@ -208,7 +208,8 @@ def _is_score(column: str, value: Any) -> bool:
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
     """Write scores and their cards as JSON files that `metrics compare` reads.
 
-    `scored` is keyed by judge. The file of each judge is NAME_JUDGE.json, where NAME is `name`.
+    `scored` is keyed by reference, such as inception, whose file is NAME_inception.json for `name`
+    NAME.
     """
     folder.mkdir(exist_ok=True)
     for extractor, scores in scored.items():

@@ -4,7 +4,8 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,21 @@ _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
 _SPACES = {"RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"), "GRAY": ("L", "1"), "CMYK": ("CMYK",), "Lab": ("LAB",)}
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
+
+_PRIMARIES = {
+    1: (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06),
+    9: (0.3127, 0.329, 0.708, 0.292, 0.17, 0.797, 0.131, 0.046),
+    11: (0.314, 0.351, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06),
+    12: (0.3127, 0.329, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06),
+}
+"""x and y of white, red, green and blue in BT.709, BT.2020 and P3, by their numbers in H.273."""
+_BT709 = (1 / 0.45, 1 / 1.099, 0.099 / 1.099, 1 / 4.5, 0.081)
+_SRGB = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+_CURVES = {1: _BT709, 4: (2.2, 1, 0, 0, 0), 8: (1, 1, 0, 0, 0), 13: _SRGB, 14: _BT709, 15: _BT709}
+"""ICC's parameters g, a, b, c, d of curves: (a v + b)^g from v = d on, and c v below."""
+_D50 = (0.9642, 1, 0.8249)
+_HEAD = 2**16  # Bytes of a PNG in which its colours are described.
+_SRGB_GAMMA, _GAMMA_TOLERANCE = 1 / 2.2, 0.05  # As libpng, which writers of sRGB rely on.
 
 
 def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> None:
@@ -32,6 +48,8 @@ def mend(image: ImageFile.ImageFile, source: bytes | str | os.PathLike[str]) -> 
             image.info["transparency"] = (colour & white) * (255 // white)
         elif kind == "RGB;16B":
             image.info["transparency"] = tuple(value >> 8 for value in colour)
+    if image.format == "PNG" and (profile := _png_profile(image, source)):
+        image.info["icc_profile"] = profile
     if image.format == "JPEG2000" and image.mode != "I;16":
         # Of deep colours, Pillow turns white into black. The byte 40 after the marker SIZ holds the
         # bits of the first colour, less 1.
@@ -99,6 +117,50 @@ def to_mask(image: Image.Image) -> Image.Image:
                 "transparent parts and colours, which do not say what is masked: give a mask that is black and white"
             )
     return flat
+
+
+def _png_profile(image: Image.Image, source: bytes | str | os.PathLike[str]) -> bytes:
+    """Return the profile that the chunk cICP of a PNG means, or else gAMA and cHRM, or b"".
+
+    Raises OSError for pictures of high dynamic range.
+    """
+    if isinstance(source, bytes):
+        head = source[: source.find(b"IDAT")]
+    else:
+        with open(source, "rb") as file:
+            head = file.read(_HEAD).partition(b"IDAT")[0]
+    if (at := head.find(b"\0\0\0\4cICP")) > 0:
+        primaries, transfer, *_ = head[at + 8 : at + 12]
+        if transfer in (16, 18):
+            raise OSError("a PNG of high dynamic range (PQ or HLG): save the image in sRGB")
+        known = primaries in _PRIMARIES and transfer in _CURVES
+        return _profile(_PRIMARIES[primaries], _CURVES[transfer]) if known else b""
+    info = image.info
+    gamma = 0 if info.keys() & {"icc_profile", "srgb"} else info.get("gamma", 0)
+    if not 0.01 < gamma < 100 or abs(gamma / _SRGB_GAMMA - 1) < _GAMMA_TOLERANCE:
+        return b""
+    primaries = info.get("chromaticity", _PRIMARIES[1])
+    is_valid = min(primaries) > 0 and max(primaries) < 1
+    return _profile(primaries if is_valid else _PRIMARIES[1], (1 / gamma, 1, 0, 0, 0))
+
+
+def _profile(primaries: Sequence[float], curve: Sequence[float]) -> bytes:
+    """Return an ICC profile. White is adapted to D50, that of profiles, by Bradford's transform."""
+    x, y = np.reshape(primaries, (4, 2)).T
+    white, *colours = np.stack([x / y, np.ones(4), (1 - x - y) / y], 1)  # XYZ with Y = 1.
+    to_xyz = np.transpose(colours) * np.linalg.solve(np.transpose(colours), white)
+    bradford = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+    scale = (bradford @ _D50) / (bradford @ white)
+    adapted = np.linalg.inv(bradford) @ (scale[:, None] * (bradford @ to_xyz))
+    numbers = lambda values: np.rint(65536 * np.asarray(values)).astype(">i4").tobytes()
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + numbers(_D50)}
+    for name, column in zip((b"r", b"g", b"b"), adapted.T, strict=True):
+        tags[name + b"XYZ"] = b"XYZ \0\0\0\0" + numbers(column)
+        tags[name + b"TRC"] = b"para\0\0\0\0\0\3\0\0" + numbers(curve)
+    offsets = 132 + 12 * len(tags) + np.cumsum([0, *map(len, tags.values())])
+    entries = (struct.pack(">4sII", n, at, len(of)) for (n, of), at in zip(tags.items(), offsets, strict=False))
+    about = b"\4\x30\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(28) + numbers(_D50) + bytes(48)
+    return b"".join([struct.pack(">I4x", offsets[-1]), about, struct.pack(">I", len(tags)), *entries, *tags.values()])
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:

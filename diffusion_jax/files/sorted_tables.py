@@ -49,11 +49,6 @@ def read_range(paths: Iterable[pathlib.Path], dtype: np.dtype, number: int, coun
     return np.concatenate(parts)
 
 
-def range_of(key: bytes, count: int) -> int:
-    """Return the index, from 0 to count - 1, of the key range that contains `key`."""
-    return int.from_bytes(key[:8].ljust(8, b"\0"), "big") * count // 2**64
-
-
 def first_of_each(rows: np.ndarray) -> np.ndarray:
     """Return one row for each distinct key: the first in `rows`. The result is sorted by key."""
     ordered = rows[np.argsort(rows["key"], kind="stable")]

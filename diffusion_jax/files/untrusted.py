@@ -17,7 +17,7 @@ import pickletools
 import re
 import stat
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,29 @@ def refuse_pipe(path: pathlib.Path) -> None:
     """Raise ValueError if a path is a FIFO. Reading a FIFO blocks until a process writes to it."""
     if path.is_fifo():
         raise ValueError(f"{path} is a pipe: save its content in a file, and name that file")
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Return a context in which the message of a ValueError begins with `place`, such as a path."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Return a context in which errors become a ValueError that names a file to read.
+
+    FileNotFoundError passes unchanged.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # Damaged files raise exceptions of many types.
+        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def check_inside(name: str, path: pathlib.Path) -> None:

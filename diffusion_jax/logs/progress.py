@@ -77,7 +77,7 @@ def reported(
     """Yield the items and log progress.
 
     The count of an item is size(item), by default 1. It is added when the caller asks for the next
-    item. For the other arguments, see Meter.
+    item. `total`, `noun`, `name` and `every` are those of Meter.
     """
     meter = Meter(noun, total, name=name, every=every)
     for item in items:

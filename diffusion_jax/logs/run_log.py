@@ -196,8 +196,8 @@ def write_manifest(
     """Append an entry for this start of the run to the list "runs" in manifest.json.
 
     If earlier starts had logged steps after `step`, which this one repeats, the entry also holds
-    their seconds. A damaged file is replaced by one with only this entry. For the arguments, see
-    `manifest_entry`.
+    their seconds. A damaged file is replaced by one with only this entry. The arguments are those
+    of `manifest_entry`.
     """
     entry = manifest_entry(config, seed, step, autotuning)
     if jax.process_index():

@@ -29,7 +29,7 @@ FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision"
 
 @runtime_checkable
 class CardSubject(Protocol):
-    """The attributes of a feature extractor or judge that a card records."""
+    """The attributes of a feature extractor or a trained judge that a card records."""
 
     @property
     def name(self) -> str: ...

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import clip_score, extractors, preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import clip, clip_weights, tokenize
@@ -54,7 +55,7 @@ def load(
         raise ValueError(f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder, file)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         image_tower, image_table = clip.image_tower(opened)
         text_tower, text_table = clip.text_tower(opened)
     if image_tower.projection is None or text_tower.projection is None:
@@ -98,7 +99,7 @@ def pair_cosines(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """Load a CLIP model and return its image tower. For the arguments and errors, see `load`."""
+    """Load the image tower of a CLIP model, with the arguments and errors of `load`."""
     return load(weights, preprocessing=preprocessing).image
 
 

@@ -128,8 +128,9 @@ def inception_extractor(weights: InceptionWeights, mode: str = "pytorch", level:
 def load_inception(path: str = "", mode: str = "pytorch", level: str = "2048") -> Extractor:
     """Load the FID Inception from a weight file and return it as a feature extractor.
 
-    If `path` is "", the public weights are downloaded. For errors, see weights.load and
-    inception_extractor.
+    If `path` is "", the public weights are downloaded. Raises FileNotFoundError if the file is
+    missing or the download fails, and ValueError if it holds other weights, or `mode` or `level` is
+    unknown.
     """
     return inception_extractor(weights.load(path), mode, level)
 
@@ -152,16 +153,14 @@ def extract(
     mesh: Mesh,
     *,
     batch_size: int = 64,
-    keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
     """Compute the features of all usable rows of a source, on the devices of a mesh.
 
-    Every process receives all features, in the order of the rows. With keep=False, the result has
-    no features, only the sums that determine their mean and covariance. `progress` is called with
-    the number of rows done so far.
+    Every process receives all features, in the order of the rows. `progress` is called with the
+    number of rows done so far.
     """
-    run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
+    run = make_extract(extractor, mesh, batch_size=batch_size)
     return run(source, range(len(source)), progress)
 
 
@@ -170,7 +169,7 @@ def make_extract(
 ) -> Callable[..., Extracted]:
     """Return a function extract(source, rows, progress) that computes the features of some rows.
 
-    `rows` is a range of row indices of the source. For the result, `keep` and `progress`, see
+    `rows` is a range of row indices of the source. `keep`, `progress` and the result are those of
     `extract`. The programs are compiled only once, even if the returned function is called several
     times. Each process reads only the rows that its local devices need. It reads the next batch
     while the devices compute.

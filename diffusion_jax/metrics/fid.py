@@ -51,12 +51,15 @@ def score(sample: FeatureSample, reference: ReferenceFeatures) -> Score:
 def score_at_infinity(sample: FeatureSample, reference: ReferenceFeatures, *, seed: int = 0) -> Score:
     """Return the distance extrapolated to infinitely many images (FID-infinity) as a score.
 
-    The score's extra column "residual" is the root-mean-square residual of the fit. For the fit and
-    `seed`, see `extrapolated`. Raises ValueError if `sample` is a Gaussian, because the fit needs
-    features.
+    The score's extra column "residual" is the root-mean-square residual of the fit. `seed` chooses
+    the random subsets for the fit. Raises ValueError if `sample` is a Gaussian, because the fit
+    needs features.
     """
     if isinstance(sample, Gaussian):
-        raise ValueError("FID-infinity needs the features of each image, not only their mean and covariance")
+        raise ValueError(
+            "FID-infinity needs the features of each image, not only their mean and covariance: write "
+            "the statistics with metrics stats --keep_features"
+        )
     value, residual = extrapolated(sample, reference, seed=seed)
     return Score(value, more={"residual": residual})
 

@@ -38,7 +38,7 @@ class ImageFiles(NamedTuple):
 
 
 def open_files(path: str) -> ImageFiles:
-    """Open a set of images as Files.
+    """Open a set of images.
 
     `path` is a folder, one or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
     ("SOURCE:PATH::TEXT").
@@ -51,7 +51,7 @@ def open_files(path: str) -> ImageFiles:
 
 
 def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
-    """Return the image files of a folder as Files, sorted by name. Ignore subfolders and masks.
+    """Return the image files of a folder, sorted by name. Ignore subfolders and masks.
 
     Numbers in names are sorted as numbers: 2.png comes before 10.png. Left out are hidden files,
     and the contact sheet and the smaller images of earlier stages that `sample` wrote.
@@ -103,9 +103,9 @@ def check_order(folder: str) -> None:
 
 
 def paths_in(folder: str) -> list[str]:
-    """Return the paths of a folder's images in their order. See `folder_files` and `check_order`.
+    """Return the paths of a folder's images, sorted by name, or [folder] if it is not a folder.
 
-    Another path is returned alone. Raises ValueError if the folder has no images, or no order.
+    Raises ValueError if the folder has no images, or no order.
     """
     root = files.local(folder)
     if not root.is_dir():
@@ -135,7 +135,7 @@ def _beside_drawn(root: pathlib.Path) -> set[str]:
 
 
 def record_files(records: Records) -> ImageFiles:
-    """Return the images of a data source's records as Files."""
+    """Return the images of a data source's records, in the order of the records."""
 
     def read(index: int) -> tuple[bytes, str]:
         (record,) = records.read([index])

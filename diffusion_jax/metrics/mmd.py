@@ -46,7 +46,7 @@ def score_cmmd(generated: FeatureRows, real: FeatureRows) -> Score:
 
 
 class Kid(NamedTuple):
-    """KID of two sets of images."""
+    """Kernel Inception distance (KID) of two sets of images, over pairs of random subsets."""
 
     mean: float
     """Mean over pairs of random subsets."""

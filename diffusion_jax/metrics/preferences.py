@@ -30,8 +30,8 @@ class Preference(NamedTuple):
 def pickscore(weights: str | os.PathLike[str]) -> Preference:
     """Load PickScore (Kirstain et al. 2023): 100 times the cosine of image and prompt.
 
-    `weights` is the folder or Hub name of a CLIP, such as yuvalkirstain/PickScore_v1. For the
-    errors, see `clip_towers.load`.
+    `weights` is the folder or Hub name of a CLIP, such as yuvalkirstain/PickScore_v1. Raises the
+    errors of `clip_towers.load`.
     """
     return _of_cosines(clip_towers.load(weights))
 
@@ -41,7 +41,7 @@ def hpsv2(weights: str | os.PathLike[str]) -> Preference:
 
     `weights` is the folder of OpenCLIP's ViT-H/14, with its config and tokenizer, that also holds
     HPS_v2.1_compressed.pt or HPS_v2_compressed.pt, one of the two. Raises FileNotFoundError if this
-    file is missing, ValueError if there are both, and what `clip_towers.load` raises.
+    file is missing, ValueError if there are both, and the errors of `clip_towers.load`.
     """
     file = _file(weights, "HPS_v2*.pt")
     name = file.name.removesuffix("_compressed.pt")
@@ -54,7 +54,7 @@ def aesthetic(weights: str | os.PathLike[str]) -> Preference:
     `weights` is the folder of OpenAI's ViT-L/14 that also holds sac+logos+ava1-l14-linearMSE.pth.
     Its five linear layers have no activation between them, so they are one linear function of the
     normalised image embedding. Raises FileNotFoundError if the file is missing, ValueError if it
-    does not fit this CLIP, and what `clip_towers.load` raises.
+    does not fit this CLIP, and the errors of `clip_towers.load`.
     """
     file = _file(weights, "*linearMSE.pth")
     image = clip_towers.load(weights).image

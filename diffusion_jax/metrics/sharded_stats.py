@@ -52,8 +52,7 @@ class ImageSet:
         self.run = functools.cache(self._run)
         """run(batch_size, keep) returns a function extract(source, rows, progress).
 
-        That function computes features on the devices of this process; see
-        extractors.make_extract."""
+        That function computes features on the devices of this process (extractors.make_extract)."""
 
     def __len__(self) -> int:
         """Return the number of images, including unusable ones."""
@@ -91,8 +90,8 @@ def open_images(
 ) -> ImageSet:
     """Return the ImageSet at `path`, with the extractor that the function `extractor` loads.
 
-    For the other arguments, see `ImageSet`. Workers of Apache Beam call this function again, so
-    each worker loads the extractor itself.
+    `size` and `fit` are those of `ImageSet`. Workers of Apache Beam call this function again, so
+    that each of them loads the extractor itself.
     """
     opened = ImageSet(path, extractor(), size, fit)
     return engines.record_call(opened, open_images, path, extractor, size, fit)

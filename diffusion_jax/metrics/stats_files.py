@@ -61,12 +61,9 @@ def read(path: str | os.PathLike[str]) -> Stats:
     """
     file = files.local(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    try:
-        with file.open("rb") as file:
-            contents = untrusted.read_archive(file)
-    except Exception as error:  # Damaged files raise exceptions of many types.
-        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+        raise FileNotFoundError(f"there is no file {path}: write it with python -m diffusion_jax.metrics stats")
+    with untrusted.readable(path), file.open("rb") as opened:
+        contents = untrusted.read_archive(opened)
     n = contents.get("n")
     n = int(n.item()) if n is not None and n.size == 1 else None
     card = json.loads(str(contents["card"])) if "card" in contents else None

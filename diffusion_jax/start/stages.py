@@ -162,9 +162,10 @@ def allowed(candidates: Sequence[Candidate], side: float, seconds: float, rate: 
 
 
 def fit(stage: TrainingStage, changes: Changes) -> tuple[Changes, bool]:
-    """Trace a training step, and return (config changes with which it fits in memory, whether so).
+    """Trace a training step, and return (config changes with which it fits in memory, fits).
 
-    If a whole batch does not fit, optimizer.micro_batch is set to the largest size that does.
+    `fits` is False if not even one sample fits. If a whole batch does not fit,
+    optimizer.micro_batch is set to the largest size that does.
     """
     s, mesh, inputs = _open(full_config(stage.base, changes))
     with inputs.batches:

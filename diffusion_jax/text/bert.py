@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.files.user_cache import user_cache
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
@@ -113,7 +114,7 @@ def encoder(
     folder = pretrained.locate(weights) if str(weights) else packaged()
     state = pretrained.open_weights(folder)
     config = pretrained.read_json(folder / "config.json")
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         model, table = from_state(state, config, dtype)
         frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.bert(folder)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import clip_weights, prompt_weights, tokenize
 from diffusion_jax.text.encoder import LEARNED_WORD, WEIGHTS, TextArrays, TextEncoder, check_fits, read_learned
 from diffusion_jax.text.transformer import ACTIVATIONS, Attention, Linear, Mlp, mask_bias
@@ -181,7 +182,7 @@ def encoder(
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
         state = clip_weights.tower_state(opened, table)
         frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
@@ -293,12 +294,8 @@ def text_tower(
     return tower, clip_weights.table(abstract_params(tower), clip_weights.TEXT)
 
 
-def image_tower(
-    clip: clip_weights.ClipWeights, dtype: DTypeLike = jnp.float32
-) -> tuple[ImageTower, list[torch_weights.Entry]]:
+def image_tower(clip: clip_weights.ClipWeights) -> tuple[ImageTower, list[torch_weights.Entry]]:
     """Return the image tower for opened weights, and the table that converts the weights.
-
-    `dtype` is the type of the tower's matrix products.
 
     Raises:
         ValueError: the weights have no image tower.
@@ -307,7 +304,7 @@ def image_tower(
     embeddings = f"{clip_weights.VISION}.embeddings"
     width, _, patch, _ = state[f"{embeddings}.patch_embedding.weight"].shape
     side = round((state[f"{embeddings}.position_embedding.weight"].shape[0] - 1) ** 0.5)
-    tower = ImageTower(image_size=side * patch, patch=patch, width=width, dtype=dtype, **shared)
+    tower = ImageTower(image_size=side * patch, patch=patch, width=width, **shared)
     return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
 
 

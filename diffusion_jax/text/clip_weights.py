@@ -55,7 +55,7 @@ def open_clip(folder: pathlib.Path, file: pathlib.Path | None = None) -> ClipWei
     has_open_clip_config = is_open_clip(state) and open_clip_config.is_file()
     path = open_clip_config if has_open_clip_config else folder / "config.json"
     config = pretrained.read_json(path)
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         return from_state(state, config)
 
 
@@ -99,7 +99,7 @@ def is_open_clip(state: StateDict) -> bool:
 
 
 def table(params: Any, tower: str) -> list[Entry]:
-    """Return a tower's conversion table, which pairs its parameters with the arrays of a Clip.
+    """Return a tower's conversion table, which pairs its parameters with the arrays of ClipWeights.
 
     Args:
         params: the parameters of a TextTower or an ImageTower, which may be abstract.

@@ -116,8 +116,8 @@ def read_learned(text: str) -> LearnedTokens:
 def embed(encoder: TextEncoder, texts: Sequence[Any] | TextArrays) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
     """Return one embedding per token of texts, and their mask, computed in one jitted call.
 
-    `texts` holds texts, or their tokens from `encoder.tokenize`. For the values at padding, see
-    `TextEncoder.encode`.
+    `texts` holds texts, or their tokens from `encoder.tokenize`. At padding, embeddings are 0 and
+    the mask is False, except for CLIP, which encodes padding and whose mask is True everywhere.
     """
     return _run(encoder.encode, encoder, texts)
 

@@ -21,10 +21,10 @@ _BATCH, _WIDTH, _MAX_TOKENS = 32, 384, 8
 
 
 class Meanings(NamedTuple):
-    """Two functions that look up a word. `nearest` compares it with a fixed set of phrases."""
+    """Functions that look up a word in MiniLM and in a fixed set of phrases."""
 
     nearest: Callable[[str, int], list[str]]
-    """Maps a word and a number n to the n phrases of nearest meaning, the nearest first.
+    """Maps a word and a number n to the n phrases nearest to it in meaning, the nearest first.
 
     Phrases that differ too much in meaning are left out, so there may be fewer than n.
     """

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
@@ -110,7 +111,7 @@ def encoder(
     folder = pretrained.locate(weights)
     state = pretrained.open_weights(folder)
     config = pretrained.read_json(folder / "config.json")
-    with pretrained.errors_of(folder):
+    with untrusted.naming(f"the model in {folder}"):
         model, table = from_state(state, config, dtype)
         frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.t5(folder)

@@ -89,7 +89,7 @@ class Vocabulary(NamedTuple):
 
 
 def of(captions: Iterable[str]) -> Vocabulary:
-    """Build a vocabulary: the most frequent words of captions, and at most 1,000 examples."""
+    """Build a vocabulary: frequent words of captions, and at most 1,000 captions as examples."""
     counts, num_captions = collections.Counter[str](), 0
     by_beginning: dict[str, str] = {}
     for caption in captions:

@@ -179,8 +179,8 @@ def prepare(source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Op
     """Move the data to the other run's position, and return a text that lists the changes.
 
     The text has one line for all changes, one for what is kept, and one for what starts anew.
-    `loop.train` describes the other arguments. Raises ValueError if an array in the checkpoint has
-    another shape than in the new run.
+    `source` is the run to continue, and the other arguments are those of the new run. Raises
+    ValueError if an array in the checkpoint has another shape than in the new run.
     """
     finetune.check_frozen(source.run, inputs.task.frozen)
     abstract = _abstract(inputs, run, settings, mesh)
@@ -232,7 +232,16 @@ def write_first_checkpoint(
 ) -> None:
     """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
 
-    Call `prepare` before. `loop.train` describes the arguments.
+    Call `prepare` before.
+
+    Args:
+        source: The run to continue.
+        inputs: The inputs of the new run.
+        run: The new run's steps, batch size, seed and checkpoints to keep.
+        settings: The new run's optimizer.
+        mesh: The devices.
+        workdir: The new run's folder.
+        config: The new run's config, saved with the checkpoint.
     """
     fingerprint = checksums.fingerprint(source.folder)
     run_log.begin_from(workdir, source.run, source.step, fingerprint, source.averages_from)

@@ -268,8 +268,9 @@ def make_step(
 ):
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. It
-    makes `passes` passes. The averages begin at step `averages_from`.
+    The step donates its state. `tx` is the optimizer, and `layout` holds the state's shardings. The
+    step computes the gradient in `passes` passes, each over a part of the batch. The averages of
+    the weights begin at step `averages_from`.
     """
     step = make_train_step(
         task.loss,

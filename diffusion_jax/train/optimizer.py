@@ -257,7 +257,7 @@ def adam(
 
 
 def lion(*, b1: Decay = 0.9, b2: Decay = 0.99, moment_dtype: MomentDtype = "float32") -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023): the sign of a mean gradient. It needs a lr 3 to 10 times smaller."""
+    """Lion (Chen et al. 2023): the sign of a mean gradient. Divide the learning rate by 3 to 10."""
     return _if_finite(optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype))
 
 

@@ -57,8 +57,8 @@ def command(package: str) -> None:
 def run(workdir: pathlib.Path, step: int, package: str, base: str | None = None) -> tuple[Replayed, str]:
     """Replay a step of the run in `workdir`. Return the result and the text that `changes` returns.
 
-    `package` is the same as for `command`. `base` is the value of --unet_weights. Raises
-    ValueError or OSError if the step cannot be rebuilt.
+    `package` is the package of the run's system, such as imagen_jax. `base` is the value of
+    --unet_weights. Raises ValueError or OSError if the step cannot be rebuilt.
     """
     config = runs.load(workdir)
     if config["system"].partition(".")[0] != package:
@@ -69,7 +69,7 @@ def run(workdir: pathlib.Path, step: int, package: str, base: str | None = None)
     system = systems.find(config["system"])
     s = systems.read(config, config["system"])
     if base:
-        finetune.check_wanted(base, s)
+        finetune.check_wanted(base, s.lora, s.text)
         s = s._replace(unet_weights=base)
     mesh = sharding.make_mesh(*s.mesh)
     with home.tables_of(workdir):

@@ -18,6 +18,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config import picture_fields
+from diffusion_jax.config.settings import Data, Evaluation
 from diffusion_jax.config.unread import watched
 from diffusion_jax.data import home, prompts
 from diffusion_jax.data.captions import every
@@ -119,7 +120,9 @@ def command(read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Me
                     inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
                 check_data(inputs.batches.digests)
-                inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
+                if inputs.open_prompts and s.evaluation.every:
+                    evaluation = open_evaluation(s.evaluation, s.data, s.output_size, inputs.open_prompts)
+                    inputs = inputs._replace(evaluation=evaluation)
                 if measure := inputs.task.measure:
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
                     inputs = inputs._replace(records=records)
@@ -197,19 +200,17 @@ def check_data(digests: Mapping[str, Any]) -> None:
     distributed.check_equal(digests, "give all processes the same data (data.path)")
 
 
-def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
-    """Return the scoring that the config's `evaluation` group describes, or None for no scoring.
+def open_evaluation(s: Evaluation, data: Data, size: int, open_prompts: loop.OpenPrompts) -> loop.Scoring:
+    """Return the scoring that a config's `evaluation` group `s` describes.
 
-    `s` holds the settings of the run. The result is None if s.evaluation.every is 0, or if
-    `open_prompts` is None because the system does not draw from prompts.
+    `data` is the config's `data` group, and `size` the side of the drawn images in pixels. Raises
+    ValueError or OSError if the prompts or the scorer cannot be opened.
     """
-    if open_prompts is None or not s.evaluation.every:
-        return None
-    # Imported here because it loads judges, extractors and metrics.
+    # Imported here because it loads references, extractors and metrics.
     from diffusion_jax.train import scoring
 
-    prompts.refuse_numbers(s.evaluation.prompts, picture_fields.read(s.data.fields))
-    return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
+    prompts.refuse_numbers(s.prompts, picture_fields.read(data.fields))
+    return scoring.open_scoring(s, data.source, size, open_prompts)
 
 
 def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs, origin: str = "") -> None:

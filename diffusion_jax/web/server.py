@@ -185,10 +185,11 @@ class Site:
 
 
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
-    """Return the web application. For `hosts` and `token`, see access.guarded.
+    """Return the web application.
 
-    A browser that opens /?token=... stores the token as a cookie. A proxy may pass the path of a
-    request with site.root or without it.
+    If `hosts` is not empty, it answers only requests for these host names. If `token` is not empty,
+    requests must carry it, as a cookie or in the URL. A browser that opens /?token=... stores the
+    token as a cookie. A proxy may pass the path of a request with site.root or without it.
     """
     files = [Route(path, _file(name, site.root)) for path, name in _FILES.items()]
     routes = [

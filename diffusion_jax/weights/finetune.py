@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
-from diffusion_jax.config.settings import Lora
+from diffusion_jax.config.settings import Lora, Text
 from diffusion_jax.devices import sharding
+from diffusion_jax.files import untrusted
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import lora, pretrained, restore
 
@@ -59,10 +60,8 @@ def start(
         raise FileNotFoundError(f"unet.weights is {weights!r}: there is no such run, folder or file")
 
     def named() -> Params:
-        try:
+        with untrusted.naming(f"unet.weights={weights}"):
             return read()
-        except ValueError as error:
-            raise ValueError(f"unet.weights={weights}: {error}") from error
 
     adapt = functools.partial(lora.adapt, s=s) if s.rank else adapt
     if not adapt:
@@ -130,12 +129,12 @@ def check_base(workdir: files.Path, base: str) -> None:
         )
 
 
-def check_wanted(base: str | None, s: Any) -> None:
-    """Raise ValueError if `base`, the path of frozen weights, is given for another kind of run.
+def check_wanted(base: str | None, s: Lora, text: Text) -> None:
+    """Raise ValueError if `base`, a path of weights to adapt, is given for a run that adapts none.
 
-    `s` holds the settings of the run.
+    `s` and `text` are groups of the run's config.
     """
-    if base and not (s.lora.rank or s.text.learned_tokens):
+    if base and not (s.rank or text.learned_tokens):
         raise ValueError(
             f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
             "all weights: remove --unet_weights"
@@ -216,7 +215,7 @@ def adapted(task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Me
 
 
 def network(
-    workdir: files.Path, s: Any, abstract: Params, read: ReadParams, which: str = "ema", step: int | None = None
+    workdir: files.Path, s: Lora, abstract: Params, read: ReadParams, which: str = "ema", step: int | None = None
 ) -> Params:
     """Return the parameters {"params": ...} of a run's network as host arrays.
 
@@ -224,8 +223,9 @@ def network(
 
     Args:
         workdir: The workdir of the run.
-        s: The settings of the run.
-        abstract: The shapes of the network's parameters.
+        s: The `lora` group of the run's config.
+        abstract: The shapes of the parameters that training has without LoRA: the network's, and
+            those of a learned loss weighting.
         read: Reads the weights that a LoRA run adapts.
         which: "raw", the name of an average such as "0.9999", or "ema" for the average
             with the largest decay.
@@ -234,21 +234,19 @@ def network(
     Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.
     """
     params = factors(workdir, s, abstract, which, step)
-    if s.lora.rank:
+    if s.rank:
         base = read()
         check_base(workdir, pretrained.digest(base))
-        params = lora.merge(base, params, s.lora)
+        params = lora.merge(base, params, s)
     return jax.device_get({"params": params["params"]})
 
 
-def factors(workdir: files.Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None) -> Params:
-    """Return the parameters that a run saved, as `network` does, but without merging.
+def factors(workdir: files.Path, s: Lora, abstract: Params, which: str = "ema", step: int | None = None) -> Params:
+    """Return the parameters that a run saved: for a LoRA run, the factors and not the weights.
 
-    For a LoRA run, these are the factors. A learned loss weighting, if any, is included.
+    The arguments and errors are those of `network`.
     """
-    shapes = jax.eval_shape(s.diffusion.objective.with_learned, abstract)
-    if s.lora.rank:
-        shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: lora.init(key, abstract, s), jax.random.key(0)) if s.rank else abstract
     return restore.load_params(files.path(workdir) / runs.CHECKPOINTS, shapes, which, step)
 
 

@@ -75,10 +75,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         if name.endswith("/kernel"):
             leaf = leaf.transpose(3, 2, 0, 1) if leaf.ndim == 4 else leaf.T
         arrays.append((torch_name(name), leaf))
-    try:
+    with untrusted.naming(f"cannot read {path}"):
         return untrusted.once(arrays)
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def write(path: pathlib.Path, state: Mapping[str, np.ndarray]) -> None:

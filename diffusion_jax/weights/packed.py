@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from diffusion_jax.task import Params
 from diffusion_jax.weights import torch_weights
@@ -60,12 +61,6 @@ def read(path: pathlib.Path, abstract: Params) -> Params:
 
 def shapes(path: pathlib.Path) -> dict[str, Any]:
     """Return the shapes of packed parameters as a tree of float32 jax.ShapeDtypeStructs."""
-    tree: dict[str, Any] = {}
-    for name, array in torch_weights.read(path).items():
-        *groups, last = name.split("/")
-        subtree = tree
-        for group in groups:
-            subtree = subtree.setdefault(group, {})
-        if not name.endswith(_SCALES):
-            subtree[last] = jax.ShapeDtypeStruct(array.shape, jnp.float32)
-    return tree
+    arrays = {name: array for name, array in torch_weights.read(path).items() if not name.endswith(_SCALES)}
+    shape_of = {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in arrays.items()}
+    return traverse_util.unflatten_dict(shape_of, sep="/")

@@ -5,12 +5,11 @@ only the parts that it needs (devices/lazy_arrays.py), so a host never holds a
 second copy of a model.
 """
 
-import contextlib
 import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -162,15 +161,6 @@ def open_weights(folder: str | os.PathLike[str], variant: str = "") -> dict[str,
         *_, path = layouts[0]
         return _open_shards(path) if path.suffix == ".json" else _map(path)
     return _map(_only_safetensors(folder))
-
-
-@contextlib.contextmanager
-def errors_of(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the name of a model's folder to the ValueErrors that reading its weights raises."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"the model in {folder}: {error}") from error
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:

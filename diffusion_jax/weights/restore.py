@@ -236,7 +236,7 @@ def items_of(root: epath.Path, average: str) -> list[str]:
 
 
 def traces(root: epath.Path, step: int) -> list[StoredAverage]:
-    """Return a Trace of each power-function average that was stored up to and including `step`.
+    """Return a StoredAverage for each power-function average that was stored up to `step`.
 
     These are the averages in snapshots. If `step` has no snapshot, the averages in the checkpoint
     of this step are added.
@@ -254,9 +254,9 @@ def traces(root: epath.Path, step: int) -> list[StoredAverage]:
 def combination(
     root: epath.Path, sources: Sequence[StoredAverage], step: int, width: float
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """Return coefficients that combine stored averages into one at `step`, and its error.
+    """Return coefficients that combine `sources` into an average at `step`, and its relative error.
 
-    `root` is the folder of the checkpoints. See power_averages.combination.
+    `root` is the folder of the checkpoints, and `width` the relative width of the result.
     """
     start = manifest.read_averages_from(root.parent)
     widths_from = manifest.read_widths_from(root.parent)

@@ -53,7 +53,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return flax_files.read(path)
     if kind == file_kinds.TORCH:
         return map_state_dict(path, check=True)
-    with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
+    with untrusted.readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
         return _map_torch(file, check=True)
 
 
@@ -71,7 +71,7 @@ def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[st
         FileNotFoundError: The file does not exist.
         ValueError: The file is damaged or has another format.
     """
-    with _readable(path), open(path, "rb") as file:
+    with untrusted.readable(path), open(path, "rb") as file:
         return _map_torch(file, check)
 
 
@@ -79,7 +79,7 @@ def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the model's config in a .nemo file. Raises ValueError if there is none."""
     import yaml  # Only needed for such files.
 
-    with _readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
+    with untrusted.readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
         config = yaml.safe_load(file)
         if not isinstance(config, dict):
             raise ValueError(f"{_NEMO_CONFIG} does not hold a mapping")
@@ -317,14 +317,3 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         shutil.copyfileobj(content, copy)
         copy.seek(0)
         yield copy
-
-
-@contextlib.contextmanager
-def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert all errors except FileNotFoundError into a ValueError that names the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # Damaged files raise exceptions of many types.
-        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error

@@ -136,15 +136,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     kind = kind_of(path)
     if kind not in (NPZ, SAFETENSORS):
         raise ValueError(f"cannot read {path}: it must be an .npz or .safetensors file")
-    try:
+    with untrusted.readable(path):
         if kind == SAFETENSORS:
             return map_safetensors(path)
         # Opened here, since numpy does not close damaged files.
         with open(path, "rb") as file:
             arrays = untrusted.read_archive(file)
             return {name: arrays[name] for name in arrays if name != _METADATA}
-    except Exception as error:  # Damaged files raise exceptions of many types.
-        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -156,15 +154,13 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         ValueError: The file is damaged.
     """
     kind = kind_of(path)
-    try:
+    with untrusted.readable(path):
         if kind == NPZ:
             with open(path, "rb") as file:
                 arrays = untrusted.read_archive(file, only=_METADATA)
                 return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
         if kind == SAFETENSORS:
             return safetensors_files.read_metadata(path)
-    except Exception as error:  # Damaged files raise exceptions of many types.
-        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     return {}
 
 

@@ -7,6 +7,7 @@ import jax
 
 from diffusion_jax import files, runs
 from diffusion_jax.config import picture_fields
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
@@ -18,8 +19,8 @@ def read_unet(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) 
 
     `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. For a run, the parameters are
     its average with the largest decay. `text_width` is the width of the text embeddings. Raises
-    FileNotFoundError if `path` does not exist, and ValueError if their names or shapes differ
-    from those of `unet`.
+    FileNotFoundError if `path` does not exist, and ValueError if the names or shapes of the
+    parameters differ from those of `unet`.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
@@ -70,9 +71,10 @@ def of_run(
     """
     s = read_settings(runs.load(workdir, "imagen_jax"))
     abstract = nemo.abstract_params(unet, text_width, picture_fields.read(s.data.fields))
-    finetune.check_wanted(base, s)
+    abstract = jax.eval_shape(s.diffusion.objective.with_learned, abstract)
+    finetune.check_wanted(base, s.lora, s.text)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
-    return finetune.network(workdir, s, abstract, read, which, step)
+    return finetune.network(workdir, s.lora, abstract, read, which, step)
 
 
 def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:
@@ -82,9 +84,7 @@ def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) 
     Raises FileNotFoundError if there is no such file, and ValueError if the file does not hold the
     parameters of `unet`, or NeMo has no network of this kind.
     """
-    try:
+    with untrusted.naming(str(path)):
         state = torch_files.read_state_dict(path)
         params = nemo.from_nemo(state, nemo.require_nemo(unet), text_width)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)

@@ -77,9 +77,9 @@ def advise(
 ) -> str:
     """Return one line of advice: the flags of the fastest choice, and its time and memory.
 
-    `current` is the plan of the unchanged config, for comparison. If nothing
-    fits into memory, `with_remat` traces the model with rematerialization, which adds a third to
-    the arithmetic, and the advice is for this model.
+    `current` is the plan of the unchanged config, for comparison. If nothing fits into memory,
+    `with_remat` traces the model with rematerialization, which adds a third to the arithmetic, and
+    the advice is for this model.
     """
     tried, remat = traced, False
     if (choice := best(model, traced, target, mfu)) is None:

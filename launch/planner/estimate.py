@@ -102,8 +102,9 @@ def plan(
     """Return the plan of a training run as a dict that can be written as JSON.
 
     Memory is in bytes. "seconds" holds the parts of a `Step`, and in "busy" the seconds for which
-    links and network are in use. "samples_per_second" has the two cases of `Step`: "hidden" and
-    "exposed" communication. "days" and "device_hours" are for exposed communication.
+    links and network are in use. "samples_per_second" assumes that communication overlaps with
+    arithmetic as much as possible ("hidden"), or not at all ("exposed"). "days" and "device_hours"
+    are for exposed communication.
 
     Args:
         mfu: Assumed model FLOP utilization of one device.

@@ -39,7 +39,7 @@ _WHOLE: sharding.ShardingRules = [(".*", sharding.FSDP)]
 
 
 class Evaluate(NamedTuple):
-    """The functions that score a model and prepare for it. Built by `make_evaluate`."""
+    """A function that scores a model, and one that compiles it (see `make_evaluate`)."""
 
     score: Callable[[Params, int], TargetScores]
     """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
@@ -58,7 +58,7 @@ class EvaluationInputs(NamedTuple):
     clip: ClipExtractors
 
 
-def open_judge(evaluation: Evaluation) -> EvaluationInputs:
+def open_inputs(evaluation: Evaluation) -> EvaluationInputs:
     """Read the captions, reference statistics and network weights that a config names.
 
     Args:
@@ -95,7 +95,7 @@ def make_evaluate(
     s: Settings,
     task: Task,
     encoder: TextEncoder,
-    judge: EvaluationInputs,
+    inputs: EvaluationInputs,
     mesh: Mesh,
     workdir: pathlib.Path,
     batch_size: int,
@@ -110,7 +110,7 @@ def make_evaluate(
         s: The settings of the run.
         task: The task that draws the images.
         encoder: The text encoder of the model.
-        judge: The captions, the scoring networks and the reference statistics.
+        inputs: The captions, the scoring networks and the reference statistics.
         mesh: The devices.
         workdir: The workdir of the run. Features are saved in a subfolder after each batch, so that
             a restart loses at most one batch.
@@ -121,14 +121,14 @@ def make_evaluate(
         ValueError: If `workdir` already holds features that were computed with other captions,
             scoring networks, seed or sampler settings.
     """
-    texts = sampling.prompts(encoder, judge.captions, s.sampler.negative_prompt)
-    ids = judge.clip.tokenize(judge.captions)
+    texts = sampling.prompts(encoder, inputs.captions, s.sampler.negative_prompt)
+    ids = inputs.clip.tokenize(inputs.captions)
     draw = _drawer(task, mesh, s.run.seed, s.evaluation.guidance[0])
-    networks = {"inception": judge.inception, "image": judge.clip.image, "text": judge.clip.text}
+    networks = {"inception": inputs.inception, "image": inputs.clip.image, "text": inputs.clip.text}
     programs = {name: extractors.program(network, mesh) for name, network in networks.items()}
     split = sharding.batch_sharding(mesh)
     folder = workdir / runs.EVALUATION / "mlperf"
-    drawn_features.claim(folder, {"mlperf": _card(s, judge)})
+    drawn_features.claim(folder, {"mlperf": _card(s, inputs)})
 
     def computing(params: Params, step: int, beat: Callable[[], None]) -> Callable:
         # The frozen weights stay on the devices only during an evaluation.
@@ -142,8 +142,8 @@ def make_evaluate(
             batch = {name: place(array[numbers]) for name, array in texts.items()}
             places = place(numbers.astype(np.uint32))
             pixels, truncated, finite = draw(params, frozen, batch, places, np.uint32(step))
-            inputs = {"inception": pixels, "image": truncated, "text": place(ids[numbers])}
-            arrays = {k: run(placed[k], inputs[k]) for k, run in programs.items()}
+            images_and_ids = {"inception": pixels, "image": truncated, "text": place(ids[numbers])}
+            arrays = {k: run(placed[k], images_and_ids[k]) for k, run in programs.items()}
             arrays["fine"] = finite
             arrays = {name: np.asarray(array)[: len(rows)] for name, array in arrays.items()}
             cosines = clip_score.cosines(arrays["image"], arrays["text"])[:, 0]
@@ -156,22 +156,22 @@ def make_evaluate(
         (folder / name).mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
             compute = computing(params, step, watchdog.beat)
-            features = drawn_features.collect(len(judge.captions), batch_size, compute, name, folder / name)
-        return _scores(judge, features, step)
+            features = drawn_features.collect(len(inputs.captions), batch_size, compute, name, folder / name)
+        return _scores(inputs, features, step)
 
     def warm_up(params: Params) -> None:
-        computing(params, 0, lambda: None)(np.arange(min(batch_size, len(judge.captions))))
+        computing(params, 0, lambda: None)(np.arange(min(batch_size, len(inputs.captions))))
 
     return Evaluate(score, warm_up)
 
 
-def _card(s: Settings, judge: EvaluationInputs) -> dict[str, Any]:
+def _card(s: Settings, inputs: EvaluationInputs) -> dict[str, Any]:
     """Return the settings on which saved features depend, besides the weights of the UNet."""
     return {
-        "prompts": prompt_files.fingerprint(judge.captions),
-        "images": len(judge.captions),
-        "inception": judge.inception.weights,
-        "clip": judge.clip.image.weights,
+        "prompts": prompt_files.fingerprint(inputs.captions),
+        "images": len(inputs.captions),
+        "inception": inputs.inception.weights,
+        "clip": inputs.clip.image.weights,
         "seed": s.run.seed,
         "guidance": s.evaluation.guidance,
         "sampler": {k: v for k, v in s.sampler._asdict().items() if k != "fields"},
@@ -199,9 +199,9 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
-def _scores(judge: EvaluationInputs, features: drawn_features.FeaturesByKind, step: int) -> TargetScores:
+def _scores(inputs: EvaluationInputs, features: drawn_features.FeaturesByKind, step: int) -> TargetScores:
     if broken := int((~features["fine"]).sum()):
-        total = len(judge.captions)
+        total = len(inputs.captions)
         logging.error(
             "%d of %d images of step %d contain values that are not finite: this step gets no scores",
             broken,
@@ -210,6 +210,6 @@ def _scores(judge: EvaluationInputs, features: drawn_features.FeaturesByKind, st
         )
         return {"FID": math.nan, "CLIP": math.nan}
     # As in MLPerf's rules, FID uses full covariances even for few images. They are in float64.
-    fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)
+    fid = METRICS["fid"].score(gaussian(features["inception"]), inputs.real)
     clip = METRICS["clip_score"].score(features["clip"][:, None])
     return {"FID": fid.value, "CLIP": clip.value}

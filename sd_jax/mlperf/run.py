@@ -159,14 +159,14 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str, stack: contextli
 def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
     if run.mode == EVALUATE and not run.events:
         raise ValueError(f"{run.workdir} holds no log of a training run: run sd_jax.mlperf with --mode=train first")
-    judge = benchmark.open_judge(run.s.evaluation)
-    if not judge.inception.official:
+    inputs = benchmark.open_inputs(run.s.evaluation)
+    if not inputs.inception.official:
         logging.warning(
             "not allowed in the closed division: evaluation.inception is not the file "
             "pt_inception-2015-12-05-6726825d.pth"
         )
     size = images_per_device * run.mesh.size
-    return benchmark.make_evaluate(run.s, run.task, run.encoder, judge, run.mesh, run.workdir, size)
+    return benchmark.make_evaluate(run.s, run.task, run.encoder, inputs, run.mesh, run.workdir, size)
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:

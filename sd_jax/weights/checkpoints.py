@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import tokenize
 from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
@@ -135,10 +136,8 @@ def save_diffusers(
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
-    Inpainting and InstructPix2Pix have pipelines of their own.
-
-    The scheduler is the checkpoint's, or DDIM if it has none. If writing fails, no incomplete
-    directory is left.
+    diffusers opens models for inpainting and InstructPix2Pix with other pipelines. The scheduler is
+    the checkpoint's, or DDIM if it has none. If writing fails, no incomplete directory is left.
 
     Args:
         checkpoint: The parts to write.
@@ -230,13 +229,10 @@ def ddim(zero_snr: bool = False) -> dict[str, Any]:
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
     """Return whether two checkpoints have the same parts, with bitwise equal parameters."""
-    pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
-    return all(
-        (x is None) == (y is None)
-        and (x is None or y is None or x._replace(params=None) == y._replace(params=None))
-        and (x is None or y is None or jax.tree.all(jax.tree.map(np.array_equal, x.params, y.params)))
-        for x, y in pairs
-    )
+    parts = lambda checkpoint: (checkpoint.unet, checkpoint.vae, checkpoint.text)
+    networks = lambda c: [part and part._replace(params=None) for part in parts(c)]
+    params = lambda c: [part and part.params for part in parts(c)]
+    return networks(a) == networks(b) and jax.tree.all(jax.tree.map(np.array_equal, params(a), params(b)))
 
 
 def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) -> Checkpoint:
@@ -266,10 +262,8 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
         report.append(_line("text", state, "transformers", text_part.params))
     place = folder / "scheduler" / "scheduler_config.json"
     scheduler = _diffusers_config(place) if place.is_file() else None
-    try:
+    with untrusted.naming(str(place)):
         predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     shift = configs.get("vae", {}).get("shift_factor") or 0.0

@@ -32,7 +32,7 @@ class Embedding(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Embedding:
-    """Read an embedding. Raises ValueError if the file holds anything else."""
+    """Read an embedding. Raises ValueError if the file does not hold exactly one."""
     state = _state(path)
     if state.keys() >= {"clip_g"}:
         raise ValueError(f"{path} is an embedding for SDXL, which is not supported")
@@ -42,10 +42,8 @@ def read(path: pathlib.Path) -> Embedding:
             f"{path} is not a textual inversion embedding, because it holds {len(arrays)} arrays, "
             f"such as {torch_weights.some(arrays)}, instead of one with a vector per token"
         )
-    try:
+    with untrusted.naming(str(path)):
         torch_weights.check_finite(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     ((name, vectors),) = arrays.items()
     if not vectors.size:
         raise ValueError(f"{path} holds no vectors: choose another file")
@@ -96,9 +94,9 @@ def check(option: str, word: str, vectors: np.ndarray, encoder: TextEncoder) -> 
 
 
 def split(paths: str) -> list[str]:
-    """Return the paths in a value of the option `embedding`, or PATH:STRENGTH for `lora`.
+    """Split a value of the option `embedding` or `lora` at commas, into PATH or PATH:STRENGTH.
 
-    Commas separate paths. The path of a file may contain commas, too.
+    The path of an existing file may contain commas, too.
     """
     # A strength has no comma.
     is_file = lambda path: any(files.path(p).is_file() for p in (path, re.sub(":[^,]*$", "", path)))

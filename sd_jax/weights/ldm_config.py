@@ -71,7 +71,7 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
 
 
 def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
-    """Convert an LDM or NeMo config to Facts. Raises ValueError for unsupported models.
+    """Convert an LDM or NeMo config to LdmSettings. Raises ValueError for unsupported models.
 
     `norm_groups` overrides the number of groups in the norms of the UNet's residual blocks; None
     keeps the config's number.
@@ -96,7 +96,7 @@ def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
 
 
 def write(facts: LdmSettings, text_width: int) -> str:
-    """Return Facts as an LDM config in JSON, the inverse of `read`.
+    """Return LdmSettings as an LDM config in JSON, the inverse of `read`.
 
     `text_width` is the width of the text embeddings that the UNet attends to.
     """

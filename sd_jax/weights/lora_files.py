@@ -166,10 +166,8 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
         kind = other_networks.kind_of(strays)
         holds = f"holds {kind} and " if kind else ""
         raise ValueError(f"{path} {holds}is not a LoRA, LoHa or LoKr: {misfits}. Choose another file")
-    try:
+    with untrusted.naming(str(path)):
         torch_weights.check_finite(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return {
         part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
         for part, layers in parts.items()
@@ -273,7 +271,10 @@ def _check_config(path: pathlib.Path, config: Mapping[str, Any], layers: Mapping
     if kind not in _KINDS:
         raise ValueError(f"{path} is an adapter of the type {kind}, not {', '.join(_KINDS)}")
     if config.get("use_dora") and not all(_MAGNITUDES in arrays for arrays in layers.values()):
-        raise ValueError(f"{path} was trained with use_dora=True, but has layers without magnitudes")
+        raise ValueError(
+            f"{path} was trained with use_dora=True, but has layers without magnitudes: the file is cut, "
+            "so download it again"
+        )
     if init not in _HARMLESS_INITS:
         raise ValueError(
             f"{path} was trained with init_lora_weights={init!r}, which changes the base weights: "

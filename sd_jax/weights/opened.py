@@ -87,23 +87,24 @@ def open_checkpoint(
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
-    """Return the params of the VAE at `path` as float32 arrays on the host; see `open_checkpoint`.
+    """Return the params of the VAE at `path` as float32 arrays on the host.
 
-    Raises FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path`
-    or its fields differ from those of `vae`.
+    `path` is a workdir, a diffusers directory or a checkpoint file. Raises FileNotFoundError if
+    `path` does not exist, and ValueError if there is no VAE at `path` or its fields differ from
+    those of `vae`.
     """
     return _checked(open_checkpoint(path, ("vae",)).vae, vae, path, "VAE").params
 
 
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
-    """Return the params of the UNet at `path` as float32 arrays on the host; see `open_checkpoint`.
+    """Return the params of the UNet at `path` as float32 arrays on the host.
 
-    For a checkpoint file, `unet` gives the number of norm groups, and also the number of attention
-    heads if the file does not state it. If `unet` inpaints, and the UNet at `path` reads only the
-    latents, zeros are appended to its first kernel, as RunwayML's inpainting model was initialised.
-    Raises FileNotFoundError if `path` does not exist. Raises ValueError if there is no UNet at
-    `path`, if its fields differ from those of `unet`, or if it attends to text of another width
-    than `text_width`.
+    `path` is a workdir, a diffusers directory or a checkpoint file. For a checkpoint file, `unet`
+    gives the number of norm groups, and also the number of attention heads if the file does not
+    state it. If `unet` inpaints, and the UNet at `path` reads only the latents, zeros are appended
+    to its first kernel, as RunwayML's inpainting model was initialised. Raises FileNotFoundError if
+    `path` does not exist. Raises ValueError if there is no UNet at `path`, if its fields differ
+    from those of `unet`, or if it attends to text of another width than `text_width`.
     """
     opened = open_checkpoint(path, ("unet",), expect=unet)
     stored = _without_picture(unet, opened.unet.network.in_channels) if opened.unet else unet
@@ -118,7 +119,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
 
 def _unet_of_run(workdir: str, s: Settings, ema: str, step: int | None, base: str | None) -> Any:
     """Return the UNet of a run, with LoRA factors merged into the weights they adapt."""
-    finetune.check_wanted(base, s)
+    finetune.check_wanted(base, s.lora, s.text)
     if s.text.learned_tokens:
         raise ValueError(
             f"{workdir} is a run of text.learned_tokens={s.text.learned_tokens!r}, which trains "
@@ -127,8 +128,9 @@ def _unet_of_run(workdir: str, s: Settings, ema: str, step: int | None, base: st
         )
     read = lambda: read_unet(base or s.unet_weights, s.unet, s.text.width)
     abstract = names.abstract_unet(s.unet, s.text.width, picture_fields.read(s.data.fields))
+    abstract = jax.eval_shape(s.diffusion.objective.with_learned, abstract)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = finetune.network(workdir, s, abstract, read, ema, step)
+        params = finetune.network(workdir, s.lora, abstract, read, ema, step)
     plain = s.unet.clone(dtype=jnp.float32, attention_impl=UNet.attention_impl, remat=False)
     return UNetPart(plain, s.text.width, params)
 

@@ -89,12 +89,13 @@ def write_lora(workdir: str | os.PathLike[str], path: str | os.PathLike[str], di
     s = read_run(workdir)
     if s.text.learned_tokens:
         word, _, count = read_learned(s.text.learned_tokens)
-        empty = {LEARNED_WORD: jax.ShapeDtypeStruct((count, s.text.width), jnp.float32)}
-        vectors = np.asarray(finetune.factors(workdir, s, empty, ema)[LEARNED_WORD])
+        word_shape = {LEARNED_WORD: jax.ShapeDtypeStruct((count, s.text.width), jnp.float32)}
+        shapes = jax.eval_shape(s.diffusion.objective.with_learned, word_shape)
+        vectors = np.asarray(finetune.factors(workdir, s.lora, shapes, ema)[LEARNED_WORD])
         embedding_files.write(path, embedding_files.Embedding(word, vectors))
         return
     if not s.lora.rank:
         raise ValueError(f"{workdir} is not a LoRA run, so it has no factors to write: use --names=ldm or --names=nemo")
-    shapes = names.abstract_unet(s.unet, s.text.width)
-    params = finetune.factors(workdir, s, shapes, ema)
+    shapes = jax.eval_shape(s.diffusion.objective.with_learned, names.abstract_unet(s.unet, s.text.width))
+    params = finetune.factors(workdir, s.lora, shapes, ema)
     lora_files.write(path, params, s.lora, s.unet, dialect)

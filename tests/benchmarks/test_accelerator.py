@@ -91,7 +91,6 @@ def test_continue_leaves_out_completed_parts_and_names_those_left_out(tmp_path, 
     ]
 
 
-@pytest.mark.gate
 @pytest.mark.slow
 def test_rehearse_runs_every_part_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.accelerator", "--rehearse", "--minutes=15"]

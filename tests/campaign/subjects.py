@@ -190,10 +190,7 @@ def every(inputs: pathlib.Path):
 
 NEMO = (
     "--config=configs/quickstart.py",
-    "--config.unet.embed_dim=32",
-    "--config.unet.head_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.text.width=32",
+    *commands.config_flags("unet.embed_dim=32 unet.head_dim=32 unet.cond_dim=32 text.width=32"),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from diffusion_jax import cli, exits
 from tests.imagen_jax import commands
+from tests.processes import PATIENCE
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = ("diffusion_jax.pack", "imagen_jax.train", "sd_jax.weights", "launch.plan", "benchmarks.train_step")
@@ -31,7 +32,7 @@ def python(folder, *arguments, ignored=False):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -122,7 +123,7 @@ def written_without_a_reader(errors, where):
 @pytest.mark.parametrize("where", ["writing", "reading", "the help"])
 def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path, where):
     process = commands.fork(written_without_a_reader, tmp_path / "errors", where)
-    process.join(100)
+    process.join(PATIENCE)
     assert ((tmp_path / "errors").read_text(), process.exitcode in (0, 141)) == ("", True)
 
 

@@ -3,6 +3,7 @@
 Each job is killed after every few objects that it writes, and resumed.
 """
 
+import io
 import threading
 import uuid
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from diffusion_jax import files
-from diffusion_jax.config.settings import Text
+from diffusion_jax.config.settings import Data, Text
+from diffusion_jax.data import __main__ as data_command
+from diffusion_jax.data import sources, tars
 from diffusion_jax.data.prepare import fetch, index, reshard, validate
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import open_tars
@@ -127,3 +130,17 @@ def test_fetch_into_a_bucket_downloads_and_verifies_files(bucket, tmp_path):
     assert contents(bucket) == {"a": b"123", "b": b"45"}
     with pytest.raises(ValueError, match="should have"):
         fetch.fetch(urls, bucket, {"a": "0" * 32}, verify=True)
+
+
+def test_a_table_in_a_bucket_joins_pictures_and_embeddings_in_the_bucket(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for shard in range(2):
+        array = io.BytesIO()
+        np.save(array, np.full((2, 4), shard, np.float32))
+        for folder, of in (("images", {"jpg": b"%d" % shard, "txt": b"t"}), ("stored", {"npy": array.getvalue()})):
+            tars.write(tmp_path / "a.tar", [{tars.KEY: b"0", **of}])
+            files.write_whole(bucket / folder / f"{shard}.tar", (tmp_path / "a.tar").read_bytes())
+    flags = ("--column=t5", f"--from={bucket}/stored", f"--out={bucket}/table")
+    data_command.main(["attach", f"webdataset:{bucket}/images", *flags])
+    records = sources.open_records(Data("webdataset", f"{bucket}/table", "t5.npy"))
+    assert [(record.image, record.text[0, 0]) for record in records.read(range(2))] == [(b"0", 0), (b"1", 1)]

@@ -22,18 +22,7 @@ _KILL = flags.DEFINE_enum("kill", "", ["", "start", "compile", "step", "save", "
 _KILLED = flags.DEFINE_integer("killed", 0, "The number of the process that does.")
 
 OPTIMIZER = Optimizer(
-    lr=1e-3,
-    schedule="constant",
-    warmup=3,
-    b1=0.9,
-    b2=0.99,
-    eps=1e-8,
-    weight_decay=0.01,
-    clip=1.0,
-    ema_decays=(0.9,),
-    ema_warmup=False,
-    ema_widths=(0.1,),
-    snapshot_every=2,
+    lr=1e-3, warmup=3, b2=0.99, ema_decays=(0.9,), ema_warmup=False, ema_widths=(0.1,), snapshot_every=2
 )
 
 
@@ -51,9 +40,7 @@ def main():
         sample_every=0,
         save_every=2,
         keep_last=2,
-        keep_every=0,
         step_timeout=_TIMEOUT.value,
-        prompts=(),
     )
     mesh = sharding.make_mesh()
     where = pipeline.local_rows(sharding.batch_sharding(mesh), run.batch_size)

@@ -20,6 +20,10 @@ SMALL = dict(
     attention_resolutions=[4],
 )
 TINY = {"unet": SMALL | dict(image_size=4, channel_mult=[1])}
+ONE_LEVEL = dict(
+    image_size=8, embed_dim=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), head_dim=32, cond_dim=32
+)
+"""Fields of config.unet."""
 SMALL_EFFICIENT = dict(
     embed_dim=32,
     image_size=8,

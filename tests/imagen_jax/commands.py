@@ -57,6 +57,11 @@ class Ended(NamedTuple):
     err: str
 
 
+def config_flags(fields: str) -> tuple[str, ...]:
+    """Return the flags that set fields of the config, such as "steps=4 unet.embed_dim=32"."""
+    return tuple(f"--config.{field}" for field in fields.split())
+
+
 def run(name: str, *arguments: str, devices: int = 8, before: Callable[[], None] | None = None) -> Ended:
     """Run `python -m imagen_jax.NAME ARGUMENTS`, or `python -m NAME` if NAME contains a dot."""
     with tempfile.TemporaryDirectory() as folder:

@@ -13,22 +13,17 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
+from imagen_jax.weights import nemo
 from tests import shared
 from tests.imagen_jax import commands
 
 # The schedule is constant, so that a step does not depend on the total number of steps.
 TINY = (
     "--config=configs/quickstart.py",
-    "--config.unet.embed_dim=32",
-    "--config.unet.head_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.text.width=32",
-    "--config.batch_size=8",
-    "--config.optimizer.schedule=constant",
-    "--config.optimizer.warmup=3",
-    "--config.sampler.steps=2",
-    "--config.sample_every=0",
-    "--config.log_every=1",
+    *commands.config_flags(
+        "unet.embed_dim=32 unet.head_dim=32 unet.cond_dim=32 text.width=32 batch_size=8 optimizer.schedule=constant "
+        "optimizer.warmup=3 sampler.steps=2 sample_every=0 log_every=1"
+    ),
 )
 STDERR = "stderr.txt"
 SAMPLES = "taken"
@@ -44,6 +39,14 @@ class Interrupted(NamedTuple):
     """The last whole checkpoint after each process."""
     last_line: list[int]
     """The step of the last line in the metrics after each process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_traced_once():
+    """Trace the shapes of each network once, which takes most of the time to read tiny weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nemo, "abstract_params", functools.cache(nemo.abstract_params))
+        yield
 
 
 @pytest.fixture(scope="session")

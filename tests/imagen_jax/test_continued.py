@@ -41,7 +41,7 @@ def test_continuing_prints_the_changes_and_repeats_the_steps_after_a_kill(traine
     assert [step for step, _ in before] == list(range(1, 15))
     # As if the first start had been killed before its first checkpoint was complete.
     shutil.rmtree(workdir / runs.CHECKPOINTS)
-    again = commands.run("train", *TINY, *changes, f"--workdir={workdir}", devices=2)
+    again = commands.run("train", *TINY, *changes, f"--workdir={workdir}", devices=2, before=commands.skip_rehearsal)
     assert again.code == 0, again.err
     assert losses() == before
     (lineage,) = [run_log.read_lineage(workdir)]

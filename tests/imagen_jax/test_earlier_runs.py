@@ -72,7 +72,7 @@ def slow(*values):
 
 
 def run(module, *arguments):
-    ended = commands.run(module, *arguments, devices=1)
+    ended = commands.run(module, *arguments, devices=1, before=commands.skip_rehearsal)
     assert ended.code == 0, ended.err
     return ended.err
 

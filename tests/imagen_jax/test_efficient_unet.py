@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from imagen_jax.conditioning import example_inputs
-from imagen_jax.efficient_unet import EfficientUNet, check
+from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.weights import nemo
 
 SMALL = dict(image_size=8, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 1), attention_levels=(1,), head_dim=16)
@@ -85,16 +85,6 @@ def test_bfloat16_is_within_3_percent_of_float32_at_another_image_size():
     assert 1e-4 < error < 0.03, error
 
 
-def test_a_missing_low_res_image_or_time_is_an_error():
-    unet, arguments = EfficientUNet(**SMALL, noise_aug=True), inputs()
-    init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0))
-    with pytest.raises(ValueError, match="must be called with the argument low_res_time"):
-        init(**arguments)
-    del arguments["low_res"]
-    with pytest.raises(ValueError, match="low_res=True must be called with the argument"):
-        init(**arguments, low_res_time=arguments["time"])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -113,13 +103,13 @@ def test_a_missing_low_res_image_or_time_is_an_error():
 )
 def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(EfficientUNet(**SMALL | changes), 32)
+        EfficientUNet(**SMALL | changes).check(32)
 
 
 def test_text_attention_requires_a_text_width_divisible_by_32():
     with pytest.raises(ValueError, match=r"text\.width is 40, but with unet\.attention='fused' an"):
-        check(EfficientUNet(**SMALL), 40)
-    check(EfficientUNet(**SMALL, attention="self"), 40)
-    check(EfficientUNet(**SMALL | dict(attention_levels=())), 40)
-    check(EfficientUNet(**SMALL, num_heads=2), 32)
-    check(EfficientUNet(image_size=256, attention_impl="cudnn", dtype="bfloat16"), 1024)
+        EfficientUNet(**SMALL).check(40)
+    EfficientUNet(**SMALL, attention="self").check(40)
+    EfficientUNet(**SMALL | dict(attention_levels=())).check(40)
+    EfficientUNet(**SMALL, num_heads=2).check(32)
+    EfficientUNet(image_size=256, attention_impl="cudnn", dtype="bfloat16").check(1024)

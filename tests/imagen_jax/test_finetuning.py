@@ -82,16 +82,6 @@ def test_the_weights_that_a_lora_adapts_can_be_moved(adapting):
         runs.claim(adapting[0], config, write=False)
 
 
-def test_a_lora_with_another_base_model_is_an_error(adapting, tmp_path):
-    workdir = adapting[0]
-    other = tmp_path / "other"
-    run("train", *TINY, f"--workdir={other}", "--config.steps=1", "--config.seed=7")
-    message = f"{workdir} adapts weights that differ from those in unet.weights"
-    out = f"--out={tmp_path / 'out'}"
-    ended = commands.run("sample", f"--workdir={workdir}", f"--unet_weights={other}", out, "--prompt=a", devices=1)
-    assert ended.code == 2 and message in ended.err
-
-
 def test_sample_keeps_black_parts_of_a_mask(trained, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")

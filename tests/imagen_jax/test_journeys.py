@@ -29,46 +29,37 @@ from imagen_jax.weights import nemo
 from tests.diffusion_jax.metrics import standin
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
-from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.cases import ONE_LEVEL, random_weights
 
 PROMPT = "a red seven on gray paper"
 TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
 BOTH = (
     *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
-    "--config.batch_size=8",
-    "--config.steps=3",
-    "--config.log_every=1",
-    "--config.sample_every=3",
-    "--config.optimizer.warmup=0",
-    "--config.optimizer.lr=0.01",
-    "--config.optimizer.ema_decays=(0.1,)",
-    "--config.sampler.steps=2",
-    "--config.data.min_size=0",
-    "--config.unet.dtype=float32",
-    "--config.unet.embed_dim=32",
-    "--config.unet.head_dim=32",
+    *commands.config_flags(
+        "batch_size=8 steps=3 log_every=1 sample_every=3 optimizer.warmup=0 optimizer.lr=0.01 "
+        "optimizer.ema_decays=(0.1,) sampler.steps=2 data.min_size=0 unet.dtype=float32 unet.embed_dim=32 "
+        "unet.head_dim=32"
+    ),
 )
 BASE = (
     "--config=configs/base64_500m.py",
     *BOTH,
-    "--config.unet.image_size=16",
-    "--config.unet.channel_mult=(1,)",
-    "--config.unet.num_res_blocks=1",
-    "--config.unet.attention_resolutions=(16,)",
-    "--config.unet.cond_dim=32",
+    *commands.config_flags(
+        "unet.image_size=16 unet.channel_mult=(1,) unet.num_res_blocks=1 unet.attention_resolutions=(16,) "
+        "unet.cond_dim=32"
+    ),
 )
 SR = (
     "--config=configs/sr256_600m.py",
     *BOTH,
-    "--config.unet.image_size=64",
-    "--config.unet.channel_mult=(1,1)",
-    "--config.unet.num_res_blocks=(1,1)",
-    "--config.unet.attention_levels=(1,)",
+    *commands.config_flags(
+        "unet.image_size=64 unet.channel_mult=(1,1) unet.num_res_blocks=(1,1) unet.attention_levels=(1,)"
+    ),
 )
 
 
 def run(name, *arguments):
-    ended = commands.run(name, *map(str, arguments), devices=1)
+    ended = commands.run(name, *map(str, arguments), devices=1, before=commands.skip_rehearsal)
     assert ended.code == 0, ended.err
     return ended.err
 
@@ -164,7 +155,7 @@ def test_scores_during_training_require_the_text_encoder(tmp_path, monkeypatch):
     inputs = train.prepare(s, sharding.make_mesh())
     inputs.batches.close()
     with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER \(training\)"):
-        open_evaluation(s, inputs.open_prompts)
+        open_evaluation(s.evaluation, s.data, s.output_size, inputs.open_prompts)
 
 
 @pytest.mark.gate
@@ -204,16 +195,7 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
 @pytest.mark.slow
 def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=16,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(16,),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, image_size=16, attention_resolutions=(16,), dtype="float32")
     c.text.update(TEXT)
     s = read_settings(c.to_dict())
     state = {nemo.PREFIX + n: a for n, a in random_weights(s.unet, s.text.width).items()}

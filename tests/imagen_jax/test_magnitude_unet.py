@@ -283,47 +283,36 @@ def test_fields_of_unet_that_contradict_each_other_are_errors(changes, message):
 
 TINY = (
     "--config=configs/quickstart_mp.py",
-    "--config.unet.embed_dim=32",
-    "--config.unet.cond_dim=32",
-    "--config.batch_size=8",
-    "--config.log_every=1",
-    "--config.save_every=2",
-    "--config.sample_every=0",
-    "--config.optimizer.warmup=0",
-    "--config.sampler.steps=2",
+    *commands.config_flags(
+        "unet.embed_dim=32 unet.cond_dim=32 batch_size=8 log_every=1 save_every=2 sample_every=0 optimizer.warmup=0 "
+        "sampler.steps=2"
+    ),
 )
 
 
-def run(name, *arguments, code=0, devices=1):
-    ended = commands.run(name, *map(str, arguments), devices=devices)
+def run(name, *arguments, code=0):
+    ended = commands.run(name, *map(str, arguments), devices=1, before=commands.skip_rehearsal)
     assert ended.code == code, ended.err
     return ended
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_magnitude_unet_is_trained_resumed_sampled_and_evaluated(tmp_path):
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    run("train", *TINY, f"--workdir={whole}", "--config.steps=4")
-    run("train", *TINY, f"--workdir={parted}", "--config.steps=2")
-    run("train", *TINY, f"--workdir={parted}", "--config.steps=4")
-    unet = read_settings(runs.load(whole)).unet
+def test_a_magnitude_unet_is_trained_and_sampled_but_not_exported(tmp_path):
+    workdir = tmp_path / "run"
+    run("train", *TINY, f"--workdir={workdir}", "--config.steps=4")
+    unet = read_settings(runs.load(workdir)).unet
     abstract = jax.eval_shape(lambda key: unet.init(key, **example_inputs(unet, 64)), jax.random.key(0))
     abstract = {**abstract, "uncertainty": {"kernel": jax.ShapeDtypeStruct((128,), jnp.float32)}}
     for name in ("raw", "ema"):
-        params, again = (
-            restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4) for workdir in (whole, parted)
-        )
-        jax.tree.map(np.testing.assert_array_equal, params, again)
+        params = restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4)
         for lengths in magnitudes(params).values():
             np.testing.assert_allclose(lengths, 1, atol=2e-4 if name == "raw" else 2e-2)
     prompt = "--prompt=a red seven on gray paper"
-    run("sample", f"--workdir={whole}", prompt, f"--out={tmp_path / 'out'}")
+    run("sample", f"--workdir={workdir}", prompt, f"--out={tmp_path / 'out'}")
     assert (tmp_path / "out" / "seed_000000.png").is_file()
-    run("evaluate", f"--workdir={whole}", "--guidance=1,2", "--num_seen=4", "--num_heldout=4")
-    assert (whole / "evaluation").is_dir()
     nemo = tmp_path / "nemo.npz"
-    ended = run("imagen_jax.weights", "export", f"--from={whole}", f"--to={nemo}", code=2)
+    ended = run("imagen_jax.weights", "export", f"--from={workdir}", f"--to={nemo}", code=2)
     assert "NeMo has no MagnitudeUNet: only models whose unet.kind is 'unet'" in ended.err
 
 

@@ -64,7 +64,7 @@ def check(training_task, frozen, batch, keys, inputs, guidance):
     assert metrics["level_count"].sum() == 4
 
 
-@pytest.mark.parametrize("guidance", [(1.0, 0.0), (2.0, 0.0), (0.4, 0.8)])
+@pytest.mark.parametrize("guidance", [(1.0, 0.0), (0.4, 0.8)])
 def test_imagens_meanflow_loss_matches_the_paper(guidance):
     omega, kappa = guidance
     s = imagen.settings(
@@ -103,7 +103,7 @@ def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
     encoder = hashed._replace(encode=encode)
     batch = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}
     keys = training_noise.keys_of(4)
-    training_task = sd_task.make_task(sd.with_network(s, network), encoder, sd.PARAMS)
+    training_task = sd_task.make_task(sd.with_network(s, network), encoder, sd.vae_params())
     mean, log_variance = jnp.split(sd.moments(), 2, axis=-1)
     x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * sd.posterior_noise(keys))
     eps = training_noise.normal(keys, 0, 64).reshape(4, 4, 4, 4)
@@ -161,7 +161,7 @@ def test_stable_diffusion_samples_along_the_mean_velocity():
     batch = sampling.prompts(encoder, sd.CAPTIONS, "")
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     frozen = {"text": (), "vae": {}}
-    training_task = sd_task.make_task(s, encoder, sd.PARAMS)
+    training_task = sd_task.make_task(s, encoder, sd.vae_params())
     start = sampling.make_sampler_inputs(s.pipeline, encoder)(PARAMS, frozen, batch, keys, None)
     t = start.sigmas[0] / (1 + start.sigmas[0])
     z, text = start.x / (1 + start.sigmas[0]), sampling.attended(s.pipeline, encoder, frozen, batch)

@@ -9,16 +9,10 @@ from diffusion_jax.logs import run_log
 from tests.imagen_jax import commands
 
 TINY = (
-    "--config.steps=4",
-    "--config.batch_size=8",
-    "--config.log_every=1",
-    "--config.save_every=2",
-    "--config.sample_every=0",
-    "--config.optimizer.warmup=0",
-    "--config.data.heldout=0.01",
-    "--config.heldout.every=4",
-    "--config.heldout.records=8",
-    "--config.heldout.levels=2",
+    *commands.config_flags(
+        "steps=4 batch_size=8 log_every=1 save_every=2 sample_every=0 optimizer.warmup=0 data.heldout=0.01 "
+        "heldout.every=4 heldout.records=8 heldout.levels=2"
+    ),
 )
 SMALL = ("--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32")
 
@@ -36,11 +30,10 @@ def runs(tmp_path_factory):
     config = "--config=configs/quickstart.py"
     objective = (
         "--config.diffusion.noise=logit_normal(mean=0.2, shift=2)",
-        "--config.diffusion.predicts=flow",
-        "--config.diffusion.weight=uncertainty(channels=16)",
-        "--config.diffusion.offset_noise=0.1",
-        "--config.sampler.steps=4",
-        "--config.sampler.name=dpmpp_2m_sde(strength=0.5)",
+        *commands.config_flags(
+            "diffusion.predicts=flow diffusion.weight=uncertainty(channels=16) diffusion.offset_noise=0.1 "
+            "sampler.steps=4 sampler.name=dpmpp_2m_sde(strength=0.5)"
+        ),
     )
     run("train", config, *TINY, *SMALL, *objective, f"--workdir={root / 'flow'}")
     smaller = (*SMALL, "--config.unet.head_dim=16", "--config.seed=1")

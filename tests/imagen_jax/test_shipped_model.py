@@ -57,8 +57,8 @@ def test_the_packed_model_is_small_and_holds_no_absolute_path(folder, size):
 @pytest.mark.slow
 def test_the_shipped_cascade_sharpens_the_small_picture_and_keeps_its_content():
     prompts = [f"a {heart} heart, noto style, on a white background" for heart in HEARTS]
-    small = imagen_jax.load(FOLDER).draw(prompts).images
-    large = imagen_jax.load(FOLDER, ENLARGER).draw(prompts).images
+    drawing = imagen_jax.load(FOLDER, ENLARGER).draw(prompts)
+    (small,), large = drawing.smaller, drawing.images
     assert small.shape[1:] == (32, 32, 3) and large.shape[1:] == (64, 64, 3)
     means = large.reshape(-1, 32, 2, 32, 2, 3).mean((2, 4))
     assert np.abs(means - small).mean() < 3  # Of 255: it is 0.9. The two hearts differ by 24.

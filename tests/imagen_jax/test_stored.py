@@ -118,12 +118,6 @@ def test_precache_stores_the_prompts_of_scores_during_training(weights, tmp_path
     assert set(digits.heldout_prompts()) < set(fill.open_job(c.to_dict()).prompts)
 
 
-def test_a_prompt_that_is_not_in_the_store_is_an_error_with_the_command(path):
-    encoder = lookup.open_encoder(settings(store=path).text)
-    with pytest.raises(ValueError, match=r"2 captions are not in .*'what else': encode"):
-        encoder.tokenize([PROMPTS[0], "what else"])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -14,6 +14,7 @@ from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import training_noise
+from tests.imagen_jax.cases import ONE_LEVEL
 
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
 
@@ -21,17 +22,7 @@ CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black
 def settings(**changes):
     """Return settings of a tiny model. diffusion__noise="cosine" sets config.diffusion.noise."""
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=8,
-        patch=2,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(4,),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, patch=2, attention_resolutions=(4,), dtype="float32")
     c.text.update(encoder="hashed", width=32, max_tokens=6, drop_prob=0.5)
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
     c.data.update(source="diffusion_jax.examples.digits", text="txt")
@@ -298,6 +289,28 @@ def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
         ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
         ("optimizer__ema_decays", (9999.0,), "it must be from 0 to below 1"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
+        ("text__encoder", "precomputed", "'precomputed': name the encoder that computed"),
+        ("seed", -1, "seed is -1: it must be from 0 to below 18446744073709551616"),
+        ("mesh__fsdp", 0, "mesh.fsdp is 0: it must be above 0, or -1"),
+        ("unet__channel_mult", (), "unet.channel_mult is empty"),
+        ("unet__image_size", 0, "unet.image_size is 0: it must be from 1 to 16384"),
+        ("unet__patch", 0, "unet.patch is 0: it must be above 0"),
+        ("unet__dropout", 1.5, "unet.dropout is 1.5: it must be from 0 to below 1"),
+        ("unet__dtype", "bf16", "unet.dtype is 'bf16': did you mean 'bfloat16'?"),
+        ("unet__dtype", "int8", "unet.dtype is 'int8': choose from float32"),
+        ("optimizer__b1", 1.0, "optimizer.b1 is 1.0: it must be from 0 to below 1"),
+        ("optimizer__eps", -1.0, "optimizer.eps is -1.0: it must be above 0"),
+        ("optimizer__warmup", -1, "optimizer.warmup is -1: it must be 0 or more"),
+        ("optimizer__ema_widths", (0.5,), "optimizer.ema_widths is (0.5,): it must be above"),
+        ("optimizer__moment_dtype", "int8", "optimizer.moment_dtype is 'int8': choose from"),
+        ("data__max_broken", 2.0, "data.max_broken is 2.0: it must be from 0 to 1"),
+        ("data__threads", -1, "data.threads is -1: it must be 0 or more"),
+        ("diffusion__p_mean", float("nan"), "diffusion.p_mean is nan: it must be finite"),
+        ("sampler__sigma_max", float("inf"), "sampler.sigma_max is inf: it must be above 0 and finite"),
+        ("prompts", (1, 2), "prompts is (1, 2): it must be a tuple, with each entry a string"),
+        ("unet__channel_mult", (1000000000,), "unet.channel_mult is (1000000000,): it must be from"),
+        ("unet__embed_dim", 1000000000, "unet.embed_dim is 1000000000: it must be from 1 to 65536"),
+        ("unet__image_size", 1000000, "unet.image_size is 1000000: it must be from 1 to 16384"),
         ("prompts", (), 'prompts is empty: give texts to draw during training, such as --config.prompts="('),
     ],
 )

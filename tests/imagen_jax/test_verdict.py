@@ -102,7 +102,7 @@ def test_the_ratio_of_the_losses_becomes_words(monkeypatch, new, old, words):
     batches = types.SimpleNamespace(pictures=None, apart=(None, None, ()))
     inputs = types.SimpleNamespace(batches=batches, task=types.SimpleNamespace(measure=None))
     scorer = lambda records: lambda params: {"loss": next(losses)}
-    opened = types.SimpleNamespace(s=types.SimpleNamespace(heldout=None), inputs=inputs, scorer=scorer)
+    opened = types.SimpleNamespace(settings=None, inputs=inputs, scorer=scorer)
     assert words in verdict._compared_losses(opened, None)
 
 

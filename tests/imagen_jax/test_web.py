@@ -99,23 +99,6 @@ def test_a_tab_waits_for_another_tabs_job_until_it_is_cancelled(page, address):
     other.close()
 
 
-@pytest.mark.gate
-def test_a_grid_shows_one_picture_per_combination_of_settings(page):
-    page.click("#grid summary")
-    for axis, name, values in (("x", "guidance", "1; 4"), ("y", "steps", "2; 3")):
-        page.select_option(f"#{axis}", name)
-        page.fill(f"#{axis}-values", values)
-    draw(page, count=1)
-    grid = drawn(page)
-    assert len(set(grid)) == 4
-    assert page.locator("thead th").all_inner_texts() == ["guidance 1", "guidance 4"]
-    assert page.locator("tbody th").all_inner_texts() == ["steps 2", "steps 3"]
-    page.select_option("#x", "")
-    page.select_option("#y", "")
-    draw(page, count=1, guidance=4, steps=2)
-    assert drawn(page) == [grid[1]]
-
-
 def test_clicking_a_point_of_a_sweep_shows_its_pictures_and_sets_the_form(page, address):
     page.click("#tab-sweeps")
     expect(page.locator("svg .hit")).to_have_count(4)
@@ -210,7 +193,6 @@ def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, e
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
 
 
-@pytest.mark.gate
 def test_pictures_edited_on_the_page_have_the_same_bytes_as_with_the_command(browser, trained, enlarger, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")

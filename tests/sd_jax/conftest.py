@@ -1,11 +1,13 @@
 """A tiny published model, as a diffusers directory and as a single file."""
 
+import functools
 import shutil
 
 import numpy as np
 import pytest
 
-from sd_jax.weights import checkpoints
+from diffusion_jax.text import clip
+from sd_jax.weights import checkpoints, names
 from tests import shared
 from tests.diffusion_jax.text import tiny_weights
 
@@ -28,3 +30,12 @@ def _publish(folder):
     (folder / "ldm.yaml").write_text(YAML)
     read = checkpoints.load(folder / "a.npz", config=folder / "ldm.yaml")
     checkpoints.save_diffusers(read, folder / "d", "v", tokenizer=folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_traced_once():
+    """Trace the shapes of each network once, which takes most of the time to read tiny weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((names, "abstract_unet"), (names, "abstract_vae"), (clip, "abstract_params")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        yield

@@ -180,6 +180,14 @@ def test_every_format_that_diffusers_saves_can_be_loaded(folder, pipeline, tmp_p
         jax.tree.map(np.testing.assert_array_equal, ours.params, expected)
 
 
+def difference(ours, pipeline, prompt, noise, steps):
+    """Return the largest difference to a picture of the pipeline from the same noise."""
+    values = {"negative_prompt": "b", "height": 32, "width": 48, "num_inference_steps": steps, "guidance_scale": 3.0}
+    latents = torch.from_numpy(noise.transpose(0, 3, 1, 2).copy())
+    theirs = pipeline(prompt, latents=latents, output_type="np", **values).images
+    return np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+
+
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
 def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampler, monkeypatch):
     """Takes five steps from the same noise, at guidance 3, with a negative prompt."""
@@ -196,17 +204,7 @@ def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampl
     scheduler = {"ddim": diffusers.DDIMScheduler, "plms": diffusers.PNDMScheduler}[sampler]
     changes = {"skip_prk_steps": True} | ({"prediction_type": "epsilon"} if predicts else {})
     monkeypatch.setattr(pipeline, "scheduler", scheduler.from_config(pipeline.scheduler.config, **changes))
-    theirs = pipeline(
-        "a c d",
-        negative_prompt="b",
-        height=32,
-        width=48,
-        num_inference_steps=5,
-        guidance_scale=3.0,
-        latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
-        output_type="np",
-    ).images
-    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    error = difference(ours, pipeline, "a c d", noise, 5)
     print(f"{sampler}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1.
 
@@ -230,16 +228,6 @@ def test_the_tokenizers_files_in_a_directory_decide_its_padding(folder, tmp_path
     ((ours,),) = model.batches(["a &amp; d"], [0], [0])
     scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config)
     monkeypatch.setattr(pipeline, "scheduler", scheduler)
-    theirs = pipeline(
-        "a &amp; d",
-        negative_prompt="b",
-        height=32,
-        width=48,
-        num_inference_steps=3,
-        guidance_scale=3.0,
-        latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
-        output_type="np",
-    ).images
-    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    error = difference(ours, pipeline, "a &amp; d", noise, 3)
     print(f"{pad}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1. With the other padding: 0.4.

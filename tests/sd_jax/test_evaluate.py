@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import runs
-from diffusion_jax.draw import program
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.examples.digits import judge as judges
@@ -22,7 +21,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_weights
-from sd_jax import drawing, sampling, task
+from sd_jax import drawing, task
 from tests.sd_jax import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
@@ -58,57 +57,6 @@ def scorer():
     return open_scorer(tiny.SIZE, num_heldout=1)
 
 
-@pytest.fixture(scope="module")
-def evaluated(workdir, scorer):
-    """Return the rows of two guidance scales at both checkpoints, and the folder."""
-    weights = [{"ema": "ema", "checkpoint": step} for step in STEPS]
-    subject = opened(workdir, {"steps": 2}, weights)
-    plan = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
-    out = evaluation.evaluate([subject], scorer, plan)
-    with (out / sweep.TABLE).open() as file:
-        return list(csv.DictReader(file)), out
-
-
-def test_scores_match_the_judges_on_pictures_that_are_sampled_again(evaluated, workdir, scorer):
-    """The test samples the pictures itself."""
-    rows, _ = evaluated
-    points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
-    assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
-    (model,) = drawing.load(workdir, steps=2, checkpoint=4).stages
-    texts = sampling.prompts(model.encoder, scorer.prompts, "")
-    scales = np.full(len(scorer.prompts), 4, np.float32)
-    drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
-    read = judges.fit_judge()(sheets.to_uint8(np.concatenate(list(drawn))))[:272]
-    _, ink, paper = judges.compare(read, scorer.prompts[:272]).mean(0)
-    assert abs(float(rows[3]["seen_ink_accuracy"]) - ink) < 2 / 272
-    assert abs(float(rows[3]["seen_paper_accuracy"]) - paper) < 2 / 272
-    assert 0 < paper < 1
-    distances = {row["fd_digits"] for row in rows}
-    assert len(distances) == 4
-
-
-def test_the_card_of_a_score_lists_its_settings(evaluated, workdir):
-    _, out = evaluated
-    _, card = sweep.read_scored(out / sweep.SCORED)["step_00000004_ema_guidance_4_digits"]
-    assert (
-        card.items()
-        >= {
-            "extractor": "digits",
-            "image_size": "8x8",
-            "n": 290,
-            "seed": 0,
-            "sampler": "ddim",
-            "steps": "2",
-            "guidance": 4.0,
-            "checkpoint": 4,
-            "ema": "ema",
-            "precision": "float32",
-        }.items()
-    )
-    (model,) = card["models"]
-    assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
-
-
 def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, published, tmp_path):
     """Each is sampled with its own sampler and size. --size resizes all pictures to one size."""
     folder = tmp_path / "theirs"
@@ -117,13 +65,22 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     (folder / "unet" / "config.json").write_text(json.dumps(config))
     published_model = opened(folder, {"steps": 2})
     assert (published_model.size, published_model.name) == (16, "theirs")
-    both = [opened(workdir, {"steps": 2}), published_model]
+    points = [{"ema": "ema", "checkpoint": step} for step in STEPS]
+    both = [opened(workdir, {"steps": 2}, points), published_model]
     plan = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
     out = evaluation.evaluate(both, scorer, plan)
     with (out / sweep.TABLE).open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["model"], row["checkpoint"]) for row in rows] == [(workdir.name, "4"), ("theirs", "0")]
-    _, card = sweep.read_scored(out / sweep.SCORED)["theirs_step_00000000_ema_guidance_2_digits"]
+    assert [(row["model"], row["checkpoint"]) for row in rows] == [
+        (workdir.name, "2"),
+        (workdir.name, "4"),
+        ("theirs", "0"),
+    ]
+    assert len({row["fd_digits"] for row in rows}) == 3
+    cards = {name: card for name, (_, card) in sweep.read_scored(out / sweep.SCORED).items()}
+    (model,) = cards[f"{workdir.name}_step_00000004_ema_guidance_2_digits"]["models"]
+    assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
+    card = cards["theirs_step_00000000_ema_guidance_2_digits"]
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
     model = drawing.load(folder, steps=2)
@@ -132,7 +89,10 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     bicubic, pictures = (Image.Resampling.BICUBIC, sheets.to_uint8(np.concatenate([images for (images,) in drawn])))
     small = np.stack([Image.fromarray(i).resize((8, 8), bicubic) for i in pictures])
     expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
-    assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-6)
+    assert float(rows[2]["fd_digits"]) == pytest.approx(expected, rel=1e-6)
+    _, ink, paper = judges.compare(judges.fit_judge()(small)[:272], scorer.prompts[:272]).mean(0)
+    assert float(rows[2]["seen_ink_accuracy"]) == pytest.approx(ink)
+    assert float(rows[2]["seen_paper_accuracy"]) == pytest.approx(paper)
 
 
 def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer, tmp_path, caplog):
@@ -142,8 +102,3 @@ def test_an_embedding_whose_word_is_in_no_prompt_is_a_warning(published, scorer,
     evaluation.rehearse(subject, scorer, evaluation.Sweep((2.0,), batch_size=2, size=tiny.SIZE))
     message = "no prompt contains 'fox', the word of a file of --embedding"
     assert caplog.messages.count(message) == 1
-
-
-def test_evaluating_a_folder_that_is_not_a_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config"):
-        opened(tmp_path, {})

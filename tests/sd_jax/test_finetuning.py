@@ -22,7 +22,7 @@ def get_config():
 
 
 def run(name, *arguments):
-    ended = commands.run(f"sd_jax.{name}", *arguments, devices=1)
+    ended = commands.run(f"sd_jax.{name}", *arguments, devices=1, before=commands.skip_rehearsal)
     assert ended.code == 0, ended.err
     return ended
 

@@ -18,7 +18,7 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     """Index the tars at `path` that have no index yet, and write the table of all records.
 
     Args:
-        path: The tars; see tars.find.
+        path: A tar, a folder, NeMo's list of tars, or a pattern such as "shard-{0000..0099}.tar".
         text: The value of data.text in the config that reads the tars.
         threads: The number of tars that each worker indexes at once.
         engine: Distributes the work.

@@ -147,6 +147,7 @@ class Columns(NamedTuple):
                 values = {f.name: records.number_of(f, cells[row].as_py()) for f, cells in numbers}
                 yield Row(f"row {number}", number, of, text, origins, values)
                 number += 1
+            del batch, texts, numbers  # Before the next compressed batch is unpacked.
         if not number:
             raise ValueError(f"{self.name} has no rows: choose another data set or split")
         inventory.add(PICTURES, (), number)
@@ -237,7 +238,8 @@ def _saved(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> Iterator[tupl
             f"the .arrow files in {folder} have different columns ({reason:.200}): keep those of one data set"
         ) from error
     for path in paths:
-        yield from ((batch, str(path)) for batch in _batches(path))
+        # An expression with `for` would keep each batch while the next one is unpacked.
+        yield from map(lambda batch, path=path: (batch, str(path)), _batches(path))
 
 
 def _loaded(opened: Any) -> Iterator[tuple[Any, str]]:
@@ -304,7 +306,9 @@ def _batches(path: pathlib.Path) -> Iterator[Any]:
             for column in batch.columns:
                 kind = as_bytes.get(column.type)
                 (column.view(kind) if kind else column).validate(full=True)
+                del column
             yield batch
+            del batch
     except (pyarrow.ArrowException, ValueError, OSError) as error:
         raise _damaged(path, error) from error
 

@@ -119,17 +119,20 @@ class _Files:
             "fields": [field.name for field in fields],
         }
         self._root, self._left, self._mask = pathlib.Path(root), LeftOut(), mask
-        found = (n.removeprefix(os.path.join(root, "")) for n in storage.walk(root, self._left))
+        self._prefix, prefix = os.path.join(self._root, ""), os.path.join(root, "")
+        found = (name.removeprefix(prefix) for name in storage.walk(root, self._left))
         is_other = lambda name: table and name != table and name.lower().endswith(kind)
         self._names = {name: records.suffix_of(name) for name in found if not is_other(name)}
-        masks = masks_of([name for name in self._names if self._is_picture(name)])
+        kinds = frozenset(untrusted.image_suffixes())
+        pictures = dict.fromkeys(n for n, kind in self._names.items() if kind.rpartition(".")[2] in kinds)
+        self._others = {name: kind for name, kind in self._names.items() if name not in pictures}
+        masks = masks_of([*pictures])
         is_mask = lambda name: name in masks or (bool(mask) and name.lower().endswith(f".{mask}"))
-        self._images = [n for n in self._names if self._is_picture(n) and not is_mask(n)]
+        self._images = [name for name in pictures if not is_mask(name)]
         self._unused_masks = [] if mask else sorted(masks)
         self._warnings = list[str]()
         suffixes = self._names.values()
-        pictures = "pictures (jpg, png, webp, ...)"
-        records.check_any(len(self._images), self._root, suffixes, pictures)
+        records.check_any(len(self._images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
@@ -141,7 +144,7 @@ class _Files:
 
     def source(self) -> home.Source:
         """Return the data set for `home.open_table`."""
-        paths = [os.path.join(self._root, name) for name in self._names]
+        paths = [self._prefix + name for name in self._names]
         return home.Source(str(self._root), paths, self._rule, self._rows, self._left, self._facts)
 
     def _unused(self, table: str) -> list[str]:
@@ -149,10 +152,9 @@ class _Files:
         kinds = {part.suffix for part in self._parts} | {field.place for field in self._fields}
         read = tuple(suffix for kind, suffix in metadata.SUFFIXES.items() if kind in kinds)
         others = tuple({*metadata.SUFFIXES.values()} - {*read})
-        stems = {*self._images, *(os.path.splitext(image)[0] for image in self._images)}
-        found = [name for name in self._names if name.lower().endswith(others)]
-        found = [name for name in found if os.path.splitext(name)[0] not in stems]
-        return [] if table else found[:_UNUSED]
+        found = [name for name in self._others if name.lower().endswith(others) and not table]
+        stems = {stem for image in self._images if found for stem in (image, os.path.splitext(image)[0])}
+        return [name for name in found if os.path.splitext(name)[0] not in stems][:_UNUSED]
 
     def texts(self, inventory: Inventory) -> list[tuple[Alternative, dict[str, Any]]]:
         """Return the texts of images for each place in data.text, keyed by image.
@@ -204,7 +206,7 @@ class _Files:
                 text = InPlace(self._place(texts[image]), part.text, part.weight)
                 origins = f"NAME.{part.suffix}"
             else:
-                contents = reading.read_file(self._root / texts[image])
+                contents = reading.read_file(self._prefix + texts[image])
                 unreadable = isinstance(contents, Unusable)
                 text = contents if unreadable else records.read_text(contents, part.text)
                 origins = f"NAME.{part.suffix}" + f": {part.field}" * bool(part.field)
@@ -227,7 +229,7 @@ class _Files:
         for field, of in places:
             value = of.get(image)
             if isinstance(value, str):
-                contents = reading.read_file(self._root / value)
+                contents = reading.read_file(self._prefix + value)
                 if not isinstance(contents, Unusable):
                     contents = records.read_numbers(contents, [field]).get(field.name)
                 value = records.number_of(field, contents)
@@ -236,22 +238,18 @@ class _Files:
         return numbers
 
     def _place(self, name: str) -> Place:
-        return Place(os.path.join(self._root, name))
-
-    def _is_picture(self, name: str) -> bool:
-        return self._names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        return Place(self._prefix + name)
 
     def _count_others(self, found: Sequence[tuple[Alternative, Mapping[str, Any]]], inventory: LeftOut) -> None:
-        names = {n: kind for n, kind in self._names.items() if not self._is_picture(n)}
         beside = {part.suffix: set(texts.values()) for part, texts in found if part.suffix not in metadata.SUFFIXES}
         used = set[str]().union(*beside.values())
         counted = tuple(metadata.SUFFIXES[part.suffix] for part in self._parts if part.suffix in metadata.SUFFIXES)
-        first = {suffix: name for name, suffix in reversed(names.items())}
-        for name in dict.fromkeys([*reversed(first.values()), *names]):  # First one of each suffix.
+        first = {suffix: name for name, suffix in reversed(self._others.items())}
+        for name in dict.fromkeys([*reversed(first.values()), *self._others]):  # First one of each suffix.
             if name in used:
                 inventory.add(TEXTS, [name])
             elif not name.lower().endswith(counted):  # Tables count themselves.
-                inventory.add(records.other_kind(names[name], beside), [name])
+                inventory.add(records.other_kind(self._others[name], beside), [name])
 
 
 def masks_of(names: Sequence[str]) -> set[str]:

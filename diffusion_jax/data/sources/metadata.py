@@ -194,7 +194,7 @@ def _read_table(
         if image in images.paths:
             texts[image].append((text, "by key" if column == rows.KEY else "exact path"))
         else:
-            later.append((place, image or str(name), text))
+            later.append((place, str(name) if "://" in str(name) else image or str(name), text))
             depths[later[-1][1]] = _slashed(str(name)).removeprefix("./").count("/") + 1
     if column:
         inventory.add(TEXTS, [table])
@@ -206,8 +206,11 @@ def _read_table(
             parts = collections.defaultdict[int, list[Any]](list)
             for row in later:
                 parts[depths[row[1]]].append(row)
-            rest = [_assign(texts, parts[depth], images, _tail(depth), _by_end(depth)) for depth in parts]
-            later = [row for of_depth in rest for row in of_depth]
+            later = []
+            for depth, rest in parts.items():
+                for form, how in _ends(depth).items():
+                    rest = _assign(texts, rest, images, form, how)
+                later += rest
     return texts, [(place, name) for place, name, _ in later]
 
 
@@ -279,11 +282,6 @@ _FORMS = {
 """How the names of rows may differ from an image's path."""
 
 
-def _by_end(depth: int) -> str:
-    """Return the origin of captions whose rows name the last `depth` parts of an image's path."""
-    return "by the file name alone" if depth == 1 else f"by the last {depth} parts of the path"
-
-
 def _slashed(name: str) -> str:
     return name.strip().replace("\\", "/")
 
@@ -292,6 +290,13 @@ def _slashed(name: str) -> str:
 def _tail(depth: int) -> Callable[[str], str]:
     """Return the function that maps a path to its last `depth` parts, folded."""
     return lambda name: "/".join(folded(name).split("/")[-depth:])
+
+
+@functools.cache
+def _ends(depth: int) -> dict[Callable[[str], str], str]:
+    """Return {form: origin} for rows that name the last `depth` parts of an image's path."""
+    how = "by the file name alone" if depth == 1 else f"by the last {depth} parts of the path"
+    return {_tail(depth): how, lambda name: _tail(depth)(_stem(name)): f"{how} without the suffix"}
 
 
 def unique(form: Callable[[str], str], names: Collection[str]) -> dict[str, str]:

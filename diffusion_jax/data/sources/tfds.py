@@ -20,13 +20,14 @@ import numpy as np
 from diffusion_jax.config import own_modules, picture_fields
 from diffusion_jax.config.picture_fields import Field
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, home, reading, records, tf_examples
+from diffusion_jax.data import captions, home, reading, records, storage, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import PICTURES, LeftOut
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.reading import Place
 from diffusion_jax.data.table import Row, Table
 
+_ABOUT = ("dataset_info.json", "features.json")
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 64  # Number of examples that an import reads at a time.
 
@@ -56,16 +57,20 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
     import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
     records.check_places(fields, ())
-    texts, image, source, parts, decoders = captions.alternatives(text), "", None, [], {}
+    texts, image, source, decoders = captions.alternatives(text), "", None, {}
     with _explained(path):
+        for about in _ABOUT:
+            storage.refuse_pointer(os.path.join(name, about))
         builder = _builder(tfds, name)
+        parts = builder.info.splits[split].file_instructions
+        for part in parts:
+            storage.refuse_pointer(part.filename)
         features = builder.info.features.items()
         if images := [name for name, kind in features if isinstance(kind, tfds.features.Image)]:
             image = records.image_column(images, path)
             decoders = {image: tfds.decode.SkipDecoding()}  # decoding.crop is faster.
             with contextlib.suppress(NotImplementedError):  # There is none for TFRecord files.
                 source = builder.as_data_source(split, decoders=decoders)
-            parts = builder.info.splits[split].file_instructions
     if not images:
         raise ValueError(f"{name} has no image feature: choose a data set of images")
 
@@ -86,7 +91,6 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
         inventory.add(PICTURES, (), number)
 
     root = os.fspath(builder.data_dir)
-    about = [os.path.join(root, name) for name in ("dataset_info.json", "features.json")]
     rule = {
         "source": "tfds",
         "split": split,
@@ -94,7 +98,7 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
         "ranges": list(map(str, fields)),
         "fields": [field.name for field in fields],
     }
-    files = [*about, *(os.fspath(part.filename) for part in parts)]
+    files = [*(os.path.join(root, name) for name in _ABOUT), *(os.fspath(part.filename) for part in parts)]
     table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
     table.prefix = f"{path}, "
     return table

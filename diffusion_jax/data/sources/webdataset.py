@@ -107,7 +107,7 @@ def import_tars(
     settings = {"source": "webdataset", "text": text, "ranges": list(map(str, fields))}
     if (table := home.saved(path, settings)) is not None:
         return table
-    beside = Inventory()
+    beside = LeftOut()
     names, stamps = tars.find_stamped(os.fspath(path), beside)
     root = _root(os.fspath(path), names)
     importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
@@ -119,8 +119,8 @@ def import_tars(
     }
     table = home.open_table(home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps))
     inventory = table.inventory()
-    inventory.update(beside)  # It may have changed since the tars were imported.
-    table.card["inventory"] = inventory.saved()
+    inventory.update(beside)
+    table.card["inventory"], table.beside = inventory.saved(), beside.take()
     return table
 
 

@@ -131,7 +131,9 @@ def split(pictures: Pictures) -> Split:
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
     """Train both towers, and return their parameters as {"image": params, "text": params}.
 
-    For `size`, `seen` and `seed`, see `train`. Captions are cut or padded to `max_tokens` tokens.
+    Images are resized to `size` x `size` pixels, and captions are cut or padded to `max_tokens`
+    tokens. `seen` counts training images with repetitions. `seed` sets the initial parameters and
+    the order of the images.
     """
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)

@@ -144,15 +144,44 @@ def test_embeddings_without_a_tar_in_their_name_belong_to_any_tar(data, name):
     np.testing.assert_array_equal(record.text, np.eye(2, 4))
 
 
+def write_bare(data, name, shard, numbers=range(3)):
+    """Write a tar of embeddings whose names do not say of which tar they are."""
+    (data / "precached/t0_r0_0.tar").unlink(missing_ok=True)
+    write_embeddings(
+        data / f"precached/{name}.tar", [(f"{i:04}", np.full((2, 4), 10 * shard + i, np.float16)) for i in numbers]
+    )
+
+
+@pytest.mark.parametrize("others", [{}, {"sub/00009": 9, "more": 7}])
+def test_embeddings_in_tars_with_the_names_of_the_pictures_tars_are_joined_tar_by_tar(data, capsys, others):
+    write_bare(data, "00000", 0, [2, 0])
+    write_bare(data, "00001", 1)
+    (data / "precached/sub").mkdir()
+    for name, shard in others.items():  # They belong to no picture.
+        write_bare(data, name, shard)
+    assert attach(data) == 0
+    printed = lines_of(capsys)
+    assert printed["joined"] == "5 of 6 pictures" and printed["no embedding"] == f"1: {data}/images/00000.tar/0001.jpg"
+    assert ("no picture" in printed) == bool(others)
+    for record in opened(data).read(range(5)):
+        np.testing.assert_array_equal(record.text, np.full((2, 4), int(record.image)))
+
+
+def test_two_tars_of_embeddings_of_one_name_are_refused(data, capfd):
+    (data / "precached/sub").mkdir()
+    for name, shard in (("00000", 0), ("00001", 1), ("sub/00000", 0)):
+        write_bare(data, name, shard)
+    assert attach(data) == 2
+    assert "precached has several tars 00000.tar: attach those of each folder by themselves" in capfd.readouterr().err
+
+
 def test_an_embedding_that_could_belong_to_several_pictures_is_refused(data, capfd):
-    """Keys are unique in a tar only. As in two tars of embeddings, named like those of pictures."""
-    (data / "precached/t0_r0_0.tar").unlink()
+    """Keys are unique in a tar only. As in two tars of embeddings with names of their own."""
     for shard in range(2):
-        stored = [(f"{i:04}", np.full((2, 4), 10 * shard + i, np.float16)) for i in range(3)]
-        write_embeddings(data / f"precached/{shard:05}.tar", stored)
+        write_bare(data, f"e{shard}", shard)
     assert attach(data) == 2
     error = capfd.readouterr().err
-    assert "3 of the embeddings in" in error and "/precached/00001.tar/0000.pickle that of" in error
+    assert "3 of the embeddings in" in error and "/precached/e1.tar/0000.pickle that of" in error
     assert f"{data}/images/00000.tar/0000.jpg and {data}/images/00001.tar/0000.jpg: name" in error
     (data / "images/b").mkdir()
     (data / "images/00001.tar").rename(data / "images/b/00000.tar")

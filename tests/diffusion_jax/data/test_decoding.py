@@ -329,6 +329,47 @@ def test_colours_with_an_icc_profile_are_converted_to_srgb(mode):
         assert (square(encode(image, icc_profile=wide_gamut()), 8) == 255).all()
 
 
+def png_with(colour, **chunks):
+    """Return a PNG of one colour with these chunks before its pixels."""
+    content = encode(Image.new("RGB" if isinstance(colour, tuple) else "L", (8, 8), colour))
+    more = b"".join(
+        struct.pack(">I", len(of)) + name.encode() + of + struct.pack(">I", zlib.crc32(name.encode() + of))
+        for name, of in chunks.items()
+    )
+    return content[:33] + more + content[33:]
+
+
+LINEAR = struct.pack(">I", 100_000)
+OF_P3 = struct.pack(">8I", 31270, 32900, 68000, 32000, 26500, 69000, 15000, 6000)
+
+
+@pytest.mark.parametrize(
+    ("colour", "chunks", "expected"),
+    [
+        (P3, {"cICP": bytes([12, 13, 0, 1])}, SRGB),  # Display P3.
+        (P3, {"cICP": bytes([12, 13, 0, 1]), "sRGB": b"\0", "gAMA": LINEAR}, SRGB),  # cICP comes first.
+        (P3, {"cICP": bytes([1, 13, 0, 1])}, P3),  # sRGB.
+        (P3, {"cICP": bytes([2, 2, 0, 1])}, P3),  # Unspecified.
+        ((128, 64, 0), {"gAMA": LINEAR}, (188, 137, 0)),  # 255 (1.055 (v / 255)^(1 / 2.4) - 0.055).
+        (128, {"gAMA": LINEAR}, (188, 188, 188)),
+        ((128, 64, 0), {"gAMA": LINEAR, "sRGB": b"\0"}, (128, 64, 0)),
+        ((128, 64, 0), {"gAMA": struct.pack(">I", 45_455)}, (128, 64, 0)),  # About sRGB's curve.
+        ((128, 64, 0), {"gAMA": LINEAR, "cHRM": bytes(32)}, (188, 137, 0)),
+        ((128, 64, 0), {"gAMA": bytes(4), "cHRM": OF_P3}, (128, 64, 0)),
+        # Display P3 to the power 1 / 0.4248, by its matrix to sRGB in CSS Color 4.
+        (P3, {"cHRM": OF_P3, "gAMA": struct.pack(">I", 42_480)}, (227, 175, 141)),
+    ],
+)
+def test_the_colours_that_chunks_of_a_png_describe_are_converted_to_srgb(colour, chunks, expected):
+    assert np.abs(square(png_with(colour, **chunks), 8).astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("transfer", [16, 18])
+def test_a_png_of_high_dynamic_range_is_unusable(transfer):
+    with pytest.raises(Unusable, match="high dynamic range"):
+        square(png_with(P3, cICP=bytes([9, transfer, 0, 1])), 8)
+
+
 def test_an_srgb_profile_needs_no_conversion():
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     image = smooth(32, 32)

@@ -245,6 +245,14 @@ def test_captions_in_tars_are_read_from_txt_or_json_members(plain, tmp_path):
     tars.write(tmp_path / "none" / "a.tar", [members])
     with pytest.raises(ValueError, match=r"no captions in .*a\.tar \(suffixes of its files: png\): set --text"):
         guess(str(tmp_path / "none"))
+    tars.write(tmp_path / "dots.tar", [{tars.KEY: b"a.0", "png": picture, "txt": b"said"}])
+    with pytest.raises(ValueError, match=r"rename the files that end in \.0\.png: in a tar, the name of a record ends"):
+        sources.open_records(guess(str(tmp_path / "dots.tar")))
+    (tmp_path / "none" / "captions.json").write_text('{"0.png": "asked"}')
+    with pytest.raises(
+        ValueError, match=r"there, captions are optional, and may be in a table, such as .*captions.json$"
+    ):
+        guess(str(tmp_path / "none"))
 
 
 def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path, monkeypatch):

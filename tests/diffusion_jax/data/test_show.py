@@ -179,6 +179,11 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(FINE, m_csv=NAMED), ["files that may hold captions, but are not read: 1, such as m.csv"]),
         (several(FINE, m_txt=NAMED), ["files that may hold captions, but are not read: 1, such as m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
+        (several(FINE, m_csv="key,caption,status\n0,a,ok\n1,a,ok\n"), []),
+        (
+            several([None] * 12, m_csv="id,name\n10,a shirt\n11,a skirt\n"),
+            ["12 of 12 pictures have no caption, such as 0.png", "files that may hold captions, but are not read: 1, "],
+        ),
         (
             {**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
             ["files that may hold captions, but are not read: 1, such as n.csv: give it the"],
@@ -202,6 +207,40 @@ def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
         else:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
     found = show.doubts(sources.open_records(guess.guess(str(tmp_path))))
+    assert len(found) == len(lines), found
+    assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
+
+
+BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "lines"),
+    [
+        ({}, {"README.md": "of 2026", "stats.json": '{"count": 4}'}, []),
+        ({}, {"00.parquet": "", "00_stats.json": '{"key": "000", "caption": "a dog"}'}, []),
+        ({"001.png": LFS}, {}, ["pointers of Git LFS: 1 of 4 picture files looked into, such as that of "]),
+        ({"002.txt": LFS, "003.txt": LFS}, {}, ["pointers of Git LFS: 2 in texts, such as that of "]),
+        ({}, {"train.csv": BY_KEY}, ["files that may hold captions, but are not read: 1, such as "]),
+        ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, ["files that may hold captions, but are not read: 1,"]),
+        ({}, {"train.csv": "name,price\ncar,3\n", "a.png": None}, []),
+        ({"README.txt": "000.png 001.png"}, {}, []),
+    ],
+)
+def test_doubts_about_tars_name_pointers_and_tables_beside_them(tmp_path, changes, beside, lines):
+    (tmp_path / "set").mkdir()
+    draw(tmp_path / "a.png")
+    pairs = {f"{i:03}": {"png": (tmp_path / "a.png").read_bytes(), "txt": text.encode()} for i, text in enumerate(FINE)}
+    for name, content in changes.items():
+        key, _, suffix = name.partition(".")
+        pairs.setdefault(key, {})[suffix] = content if isinstance(content, bytes) else content.encode()
+    tars.write(tmp_path / "set/00.tar", [{tars.KEY: key.encode(), **files} for key, files in pairs.items()])
+    for name, content in beside.items():
+        if content is None:
+            draw(tmp_path / "set" / name)
+        else:
+            (tmp_path / "set" / name).write_text(content)
+    found = show.doubts(sources.open_records(guess.guess(f"webdataset:{tmp_path}/set")))
     assert len(found) == len(lines), found
     assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -98,6 +99,19 @@ def test_the_parts_of_a_mixture_have_tables_of_their_own(folder):
     write(other, "y", "new")
     with home.tables_of(workdir):
         assert [open_folder(folder).id(), open_folder(other).id()] == first
+
+
+def test_the_table_of_a_run_is_kept_as_long_as_its_workdir(folder):
+    names_of_run(folder, begun=False)
+    for number in range(5):
+        write(folder, f"f{number}", "new")
+        home_of_data = files.path(open_folder(folder).home)
+    assert names_of_run(folder) == ["b.png", "d.png", "e.png"]
+    assert len(list(home_of_data.glob("card-*.json"))) == 4
+    shutil.rmtree(folder.parent / "run")
+    write(folder, "g", "new")
+    open_folder(folder)
+    assert len(list(home_of_data.glob("card-*.json"))) == 3 and not list(home_of_data.glob("run-*"))
 
 
 def test_only_the_last_tables_are_kept_with_their_files(folder):

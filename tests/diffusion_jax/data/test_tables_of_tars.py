@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import tarfile
 import threading
@@ -201,12 +202,25 @@ def test_adding_a_tar_imports_the_tars_again_and_keeps_the_old_table(tmp_path):
     }
 
 
-def test_other_files_beside_the_tars_are_counted_anew(tmp_path):
-    write_tars(tmp_path / "s")
-    assert "format" not in import_tars(tmp_path / "s", "txt").left_out()
-    (tmp_path / "s/b.tar.gz").write_bytes(b"")
-    for _ in range(2):
-        assert import_tars(tmp_path / "s", "txt").left_out()["format"] == 1
+def test_other_files_beside_the_tars_are_counted_anew_and_named(tmp_path, bucket):
+    others = ["b.tar.gz", "in/a.jpg", "in/b.JPG", "train.csv", "0.parquet", "0_stats.json", "in/note.md"]
+    (tmp_path / "s/in").mkdir()
+    short = lambda name: re.split("/(?:s|listed)/", name)[-1]
+    for place in (f"{tmp_path}/s", bucket):
+        before = import_tars(place, "txt")
+        assert not {"format", "beside_tars"} & set(before.left_out())
+        for name in others:
+            files.write_whole(f"{place}/{name}", b"")
+        for _ in range(2):
+            opened = import_tars(place, "txt")
+            left, counts = {short(name): reason for name, reason in opened.left()}, opened.inventory().counts
+            assert opened.id() == before.id()
+            assert [left.get(name) for name in others] == ["format", *["beside_tars"] * 3, None, None, None]
+            assert counts - before.inventory().counts == {"format": 1, "beside_tars": 3, "companions": 3}
+            assert [short(name) for name in opened.inventory().first["companions"]] == others[4:]
+        opened.copy(tmp_path / "copy")
+        copied = table.Table(tmp_path / "copy")
+        assert [*copied.left()] == [*opened.left()] and copied.left_out() == opened.left_out()
 
 
 @pytest.mark.parametrize("kind", ["rows", "texts", "names", "left"])

@@ -131,9 +131,9 @@ def test_dpg_bench_needs_square_pictures_and_layouts_the_last_stage_alone(tmp_pa
     ("name", "num_images", "message"),
     [
         ("geneval", 4, "needs GenEval's evaluation_metadata.jsonl as --prompts, but .*prompts.txt"),
-        ("dpg", 4, "as --prompts the benchmark's folder dpg_bench/prompts; they are 4 and"),
-        ("dpg", 3, r"needs --num_images=4 \(or 1, for PIC_NUM=1\).*; they are 3 and"),
-        ("geneval2", 1, "as --prompts the benchmark's geneval2_data.jsonl; they are 1 and"),
+        ("dpg", 4, "as --prompts the benchmark's folder dpg_bench/prompts; you gave 4 and"),
+        ("dpg", 3, r"needs --num_images=4 \(or 1, for PIC_NUM=1\).*; you gave 3 and"),
+        ("geneval2", 1, "as --prompts the benchmark's geneval2_data.jsonl; you gave 1 and"),
         ("t2i_compbench", 1, "file names, but 'a_b' in .* contains _ or /"),
     ],
 )
@@ -146,7 +146,7 @@ def test_prompts_that_do_not_fit_a_layout_are_an_error(tmp_path, name, num_image
 
 def test_geneval2_takes_one_picture_per_prompt_and_each_prompt_once(tmp_path):
     file = geneval2_file(tmp_path, ["a cow", "a cow"])
-    with pytest.raises(ValueError, match=r"needs --num_images=1, .*; they are 4 and"):
+    with pytest.raises(ValueError, match=r"needs --num_images=1, .*; you gave 4 and"):
         layouts.geneval2(str(file), prompt_files.read(file), 4)
     with pytest.raises(ValueError, match="has prompts twice"):
         layouts.geneval2(str(file), prompt_files.read(file), 1)

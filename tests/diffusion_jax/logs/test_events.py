@@ -82,6 +82,6 @@ def test_memory_does_not_grow_with_the_numbers_that_were_written(tmp_path):
         return sys.getallocatedblocks()
 
     with events.writing(tmp_path) as writer:
-        blocks = [write(300 * first, 300 * (first + 1)) for first in range(1, 5)]
+        blocks = [write(100 * first, 100 * (first + 1)) for first in range(1, 5)]
     # TensorFlow would keep the step and both values of each line. Other threads add some blocks.
-    assert min(np.diff(blocks)) < 300
+    assert min(np.diff(blocks)) < 100

@@ -432,8 +432,3 @@ def test_a_run_cannot_go_on_with_another_vae_or_text_encoder(begun, tmp_path):
         finetune.check_frozen(run, {"text": (), "vae": of_type(vae, jnp.bfloat16)})
     finally:
         (begun / finetune.FROZEN).unlink()
-
-
-def test_the_error_about_a_changed_config_suggests_continue_from(stored):
-    with pytest.raises(ValueError, match=rf"--continue_from={stored}"):
-        runs.claim(stored, config(batch_size=7).to_dict(), write=False)

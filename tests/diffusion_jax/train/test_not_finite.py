@@ -208,10 +208,7 @@ def test_train_names_the_file_of_an_embedding_that_overflows(tmp_path):
     ended = commands.run(
         "train",
         *TINY,
-        "--config.steps=3",
-        "--config.text.encoder=t5",
-        "--config.data.text=npy",
-        "--config.data.source=folder",
+        *commands.config_flags("steps=3 text.encoder=t5 data.text=npy data.source=folder"),
         f"--config.data.path={tmp_path}",
         "--config.prompts=()",
         f"--workdir={tmp_path / 'run'}",

@@ -11,6 +11,7 @@ import pytest
 from diffusion_jax import cli, runs
 from diffusion_jax.devices import stop_signals
 from tests.imagen_jax import commands
+from tests.processes import PATIENCE
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 _processes = []
@@ -70,7 +71,7 @@ def started(folder, work):
 
 
 def wait_for(condition, process, text):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline and process.is_alive(), text()
         time.sleep(0.01)
@@ -82,7 +83,7 @@ def test_a_signal_ends_a_run_that_has_nothing_to_save(tmp_path, work, number):
     process, text = started(tmp_path, work)
     assert list((tmp_path / "run").glob("writer-*.json"))
     os.kill(process.pid, number)
-    process.join(30)
+    process.join(PATIENCE)
     assert process.exitcode == CODES[number], text()
     assert "before the first step; the same command starts the run again" in text()
     assert not list((tmp_path / "run").glob("writer-*.json"))
@@ -93,7 +94,7 @@ def test_a_second_ctrl_c_ends_training_at_once(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     wait_for(lambda: "a second Ctrl-C ends at once" in text(), process, text)
     os.kill(process.pid, signal.SIGINT)
-    process.join(30)
+    process.join(PATIENCE)
     assert process.exitcode == 130, text()
     assert text().endswith("the same command continues from the last checkpoint\n")
     assert not list((tmp_path / "run").glob("writer-*.json"))

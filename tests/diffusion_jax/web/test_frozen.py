@@ -238,8 +238,3 @@ def test_the_file_has_no_links_and_escapes_html(run):
     text = frozen.page([run])
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "import " not in text
     assert r"a \u003cstand-in>" in text and "<stand-in>" not in text
-
-
-def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds neither metrics\.jsonl nor evaluation"):
-        frozen.page([tmp_path])

@@ -144,7 +144,7 @@ def serve(port, errors):
 def test_sigterm_ends_a_server_with_an_open_stream_without_a_word(tmp_path):
     port = processes.free_port()
     process = commands.fork(serve, port, tmp_path / "errors")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + processes.PATIENCE
     while True:
         assert time.monotonic() < deadline and process.is_alive()
         with contextlib.suppress(OSError):
@@ -154,6 +154,6 @@ def test_sigterm_ends_a_server_with_an_open_stream_without_a_word(tmp_path):
         client.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.recv(1)
         process.terminate()
-        process.join(60)
+        process.join(processes.PATIENCE)
     assert process.exitcode == -signal.SIGTERM
     assert (tmp_path / "errors").read_text() == ""

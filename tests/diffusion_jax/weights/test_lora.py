@@ -1,13 +1,11 @@
 """LoRA: only two factors per kernel are trained, and their product is added to it."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.config.settings import Lora, Optimizer
+from diffusion_jax.config.settings import Lora, Optimizer, Text
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import objective
 from diffusion_jax.task import Measure, Task
@@ -163,9 +161,8 @@ def test_invalid_lora_targets_are_errors(change, message):
 
 
 def test_unet_weights_without_lora_or_finetuning_is_an_error():
-    s = lambda lora, word="": SimpleNamespace(lora=lora, text=SimpleNamespace(learned_tokens=word))
-    finetune.check_wanted("s3://bkt/base", s(S))
-    finetune.check_wanted("s3://bkt/base", s(Lora(), "<cat>=cat"))
-    finetune.check_wanted(None, s(Lora()))
+    finetune.check_wanted("s3://bkt/base", S, Text("hashed"))
+    finetune.check_wanted("s3://bkt/base", Lora(), Text("hashed", learned_tokens="<cat>=cat"))
+    finetune.check_wanted(None, Lora(), Text("hashed"))
     with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base .* remove --unet_weights"):
-        finetune.check_wanted("s3://bkt/base", s(Lora()))
+        finetune.check_wanted("s3://bkt/base", Lora(), Text("hashed"))

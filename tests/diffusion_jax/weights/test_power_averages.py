@@ -259,16 +259,10 @@ def test_the_disk_estimate_counts_two_bytes_per_parameter_of_a_snapshot():
 def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
     small = (
-        "--config.steps=12",
-        "--config.batch_size=8",
-        "--config.unet.embed_dim=32",
-        "--config.unet.image_size=8",
-        "--config.unet.cond_dim=32",
-        "--config.sample_every=0",
-        "--config.optimizer.warmup=0",
-        "--config.data.heldout=0.01",
-        "--config.heldout.records=8",
-        "--config.optimizer.ema_widths=(0.05,0.1)",
+        *commands.config_flags(
+            "steps=12 batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 sample_every=0 "
+            "optimizer.warmup=0 data.heldout=0.01 heldout.records=8 optimizer.ema_widths=(0.05,0.1)"
+        ),
     )
     told = commands.run("train", "--config=configs/quickstart.py", f"--workdir={work}", *small, devices=1)
     assert told.code == 0, told.err

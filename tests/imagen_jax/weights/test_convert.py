@@ -23,7 +23,8 @@ from diffusion_jax.weights import torch_files
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
-from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.cases import ONE_LEVEL, random_weights
+from tests.imagen_jax.weights.test_nemo import SR256_600M
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
@@ -31,16 +32,7 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 def tiny():
     """Return the config of a tiny model with attention only in the middle."""
     c = base64_500m.get_config()
-    c.unet.update(
-        image_size=16,
-        embed_dim=32,
-        channel_mult=(1,),
-        num_res_blocks=1,
-        attention_resolutions=(),
-        head_dim=32,
-        cond_dim=32,
-        dtype="float32",
-    )
+    c.unet.update(ONE_LEVEL, image_size=16, dtype="float32")
     c.text.update(encoder="hashed", width=32, max_tokens=6)
     c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=0)
     c.batch_size, c.prompts = 8, ("a red seven on gray paper",)
@@ -138,11 +130,6 @@ def test_exporting_a_run_to_nemo_is_exact(nemos, converted, tmp_path, suffix):
     assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
 
-def test_converting_into_an_existing_workdir_is_an_error(converted):
-    with pytest.raises(ValueError, match="holds checkpoints already: name a new folder"):
-        convert.to_workdir(converted.parent / "model.npz", tiny(), converted)
-
-
 def test_a_conversion_killed_before_its_check_is_repeated(converted, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
@@ -167,20 +154,7 @@ def test_weights_of_another_model_leave_no_workdir(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-SR = dict(
-    unet_type="sr",
-    noise_cond_aug=True,
-    preconditioning_type="EDM",
-    unet=dict(
-        embed_dim=128,
-        image_size=256,
-        channel_mult=[1, 2, 4, 8, 8],
-        num_resblocks=[2, 4, 8, 8, 8],
-        atnn_enabled_at=[0, 0, 0, 1, 1],
-        learned_sinu_pos_emb_dim=0,
-        skip_connection_scaling=True,
-    ),
-)
+SR = SR256_600M | {"preconditioning_type": "EDM"}
 
 
 @pytest.mark.parametrize(

@@ -108,26 +108,26 @@ def evaluation(tmp_path, monkeypatch):
 
 
 def test_the_judge_reads_the_captions_of_mlperfs_table(evaluation):
-    opened = benchmark.open_judge(evaluation)
+    opened = benchmark.open_inputs(evaluation)
     assert opened.captions == ["a" * (i + 1) for i in range(10)]
-    assert benchmark.open_judge(evaluation._replace(num_prompts=3)).captions == opened.captions[:3]
+    assert benchmark.open_inputs(evaluation._replace(num_prompts=3)).captions == opened.captions[:3]
 
 
 def test_a_judge_without_its_files_or_enough_captions_is_an_error(evaluation, tmp_path):
     refused = lambda message: pytest.raises(ValueError, match=message)
     with refused("evaluation.clip is empty"):
-        benchmark.open_judge(evaluation._replace(clip=""))
+        benchmark.open_inputs(evaluation._replace(clip=""))
     with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
-        benchmark.open_judge(evaluation._replace(num_prompts=11))
+        benchmark.open_inputs(evaluation._replace(num_prompts=11))
     with pytest.raises(FileNotFoundError, match=r"the table of captions nowhere\.tsv does not exist: write"):
-        benchmark.open_judge(evaluation._replace(prompts="nowhere.tsv"))
+        benchmark.open_inputs(evaluation._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
     with refused(r"captions.tsv, line 2 has no column id: the first line must"):
-        benchmark.open_judge(evaluation)
+        benchmark.open_inputs(evaluation)
     tiny_benchmark.write_reference(tmp_path, Gaussian(np.zeros(4), np.eye(4), 9))
     (tmp_path / "captions.tsv").write_text("image_id\tid\tcaption\n1\t2\ta\n2\t3\tb\n")
     with refused(r"reference.npz has 4 dimensions, but the extractor toy has 3"):
-        benchmark.open_judge(evaluation._replace(num_prompts=2))
+        benchmark.open_inputs(evaluation._replace(num_prompts=2))
 
 
 @pytest.mark.parametrize("batch, steps", [("256", 2000), ("384", 1334), ("512", 1000), ("1024", 500), ("2048", 250)])

@@ -175,18 +175,26 @@ def test_a_model_draws_with_an_embedding_and_its_card_names_the_file(published, 
     assert model.card()["embedding"] == [path] and "embedding" not in plain.card()
 
 
-NAMES = ("string_to_param.*", "emb_params", "clip_l")
+@pytest.mark.parametrize("name", ["string_to_param.*", "emb_params", "clip_l"])
+def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(encoder, tmp_path, name):
+    vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
+    torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": vectors})
+    torch_weights.write(tmp_path / "lora.safetensors", {f"bundle_emb.fox.{name}": vectors})
+    bundled, params = lora_files.add_words([str(tmp_path / "lora.safetensors")], encoder, encoder.frozen)
+    alone, expected = embedding_files.apply(str(tmp_path / "fox.safetensors"), encoder, encoder.frozen)
+    text = encoded(bundled._replace(frozen=params), "a fox")
+    np.testing.assert_array_equal(text, encoded(alone._replace(frozen=expected), "a fox"))
+    assert np.abs(text - encoded(encoder, "a fox")).max() > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lora_file_adds_the_words_whose_embeddings_it_bundles(published, tmp_path, name):
+def test_a_model_draws_with_the_words_of_its_lora_file(published, tmp_path):
     layer = "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q"
     vectors = np.random.default_rng(0).normal(size=(2, WIDTH)).astype("f4")
     lora = {f"{layer}.lora_down.weight": np.ones((1, 64)), f"{layer}.lora_up.weight": np.ones((64, 1))}
     lora = {name: array.astype("f4") / 8 for name, array in lora.items()}
     torch_weights.write(tmp_path / "plain.safetensors", lora)
     torch_weights.write(tmp_path / "fox.safetensors", {"emb_params": vectors})
-    torch_weights.write(tmp_path / "both.safetensors", {**lora, f"bundle_emb.fox.{name}": vectors})
+    torch_weights.write(tmp_path / "both.safetensors", {**lora, "bundle_emb.fox.emb_params": vectors})
     values = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
     draw = lambda lora, **changes: (
         drawing.load(published / "d", lora=[tmp_path / lora], **values, **changes).draw("a fox").images

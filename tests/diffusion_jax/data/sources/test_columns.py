@@ -19,6 +19,7 @@ from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Columns, open_saved
 from diffusion_jax.data.sources.tfds import open_split
+from diffusion_jax.files.untrusted import POINTER
 
 
 def write_arrow(path, images, texts, content=None, rows=None, **options):
@@ -89,6 +90,16 @@ def test_a_folder_is_imported_once_and_again_after_it_has_changed(tmp_path, monk
             open_saved(tmp_path, uncaptioned="empty")  # This is another table.
     write_arrow(tmp_path / "a.arrow", IMAGES[:3], ["new"] * 3)
     assert open_saved(tmp_path).texts([0, 1, 2]) == ["new"] * 3
+
+
+def test_one_batch_of_a_compressed_file_is_unpacked_at_a_time(tmp_path):
+    images = [{"bytes": bytes(2**20), "path": None}] * 12
+    write_arrow(tmp_path / "a.arrow", images, ["a"] * 12, rows=4, compression="zstd")
+    del images
+    before = pyarrow.total_allocated_bytes()
+    rows = Columns("a", "text").rows(arrow._saved(tmp_path, [tmp_path / "a.arrow"]), "", LeftOut())
+    peaks = [pyarrow.total_allocated_bytes() - before for _ in rows]
+    assert len(peaks) == 12 and 4 * 2**20 < max(peaks) < 6 * 2**20
 
 
 def test_pictures_in_compressed_files_are_stored_beside_the_table(tmp_path):
@@ -323,6 +334,22 @@ def test_a_damaged_array_record_of_tfds_makes_only_this_record_unusable(prepared
     assert [record.image for record in records] == [b"image 0", b"", b"image 2"]
     assert records[1].text.reason == "broken_record" and records[2].text == "number 2"
     assert [record.name for record in records[:2]] == [f"{tmp_path}/1.0.0@train, {i}" for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ("prepared", "tiny-train.array_record-00000-of-00001"),
+        ("tf_records", "tiny-train.tfrecord-00001-of-00002"),
+        ("prepared", "dataset_info.json"),
+        ("prepared", "features.json"),
+    ],
+)
+def test_a_pointer_of_git_lfs_in_place_of_a_file_of_tfds_is_named(request, tmp_path, files, name):
+    shutil.copytree(request.getfixturevalue(files), tmp_path / "1.0.0")
+    (tmp_path / "1.0.0" / name).write_bytes(POINTER + b"v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(ValueError, match=rf"/1\.0\.0/{name} is a pointer of Git LFS, not the file: run git lfs pull"):
+        open_split(f"{tmp_path}/1.0.0@train")
 
 
 def test_truncated_tf_records_and_unsupported_formats_are_errors(tf_records, tmp_path):

@@ -168,6 +168,16 @@ def test_images_are_searched_in_other_folders_if_none_is_beside_the_table(tmp_pa
     assert folder.inventory().first["row_without_image"] == ["m.csv, line 3: b.png"]
 
 
+def test_rows_with_names_without_folder_and_suffix_caption_the_only_pictures_of_these_names(tmp_path):
+    """As in the set MJHQ, whose pictures are in folders of their categories."""
+    images(tmp_path, "cats/0a.png", "dogs/1b.jpg", "cats/2c.png", "dogs/2c.png")
+    (tmp_path / "m.json").write_text(json.dumps({key: {"caption": f"pet {key}"} for key in ("0a", "1b", "2c")}))
+    folder = open_folder(tmp_path, text="coco:caption", uncaptioned="drop")
+    assert texts(folder) == {"cats/0a.png": "pet 0a", "dogs/1b.jpg": "pet 1b"}
+    assert folder.origins([0]) == [("m.json: caption, by the file name alone without the suffix",)]
+    assert folder.inventory().first["row_without_image"] == ["m.json, item 3: 2c"]
+
+
 @pytest.mark.parametrize(
     ("table_path", "name", "picture"),
     [
