@@ -5,26 +5,23 @@
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
         --config.data.path=moments --workdir=runs/sd1
 
-Use the same config and overrides as for training. --out receives webdataset tars. For an image with
-the key KEY, they hold the means and log variances of the latents as KEY.npy, and the caption as
-KEY.txt. At each step, training samples new latents from these moments. A manifest records the VAE
-and the pixel range, and training refuses moments of another VAE. To precompute text embeddings, use
-python -m diffusion_jax.precache.
+Use the same config and overrides as for training. --out receives, for each image, the means and log
+variances of its latents, and a table of the captions. Training needs the images no more. At each
+step, it samples new latents from the moments. It refuses moments of another VAE, of another range
+of pixels or of other settings. To precompute text embeddings, use python -m diffusion_jax.precache.
 
-If images, captions or settings have changed when the command runs again, it names the difference.
-It encodes the tars of changed, added and removed images again; for other settings or another data
-set, add --overwrite or choose another --out.
+If images or captions have changed when the command runs again, it encodes the changed and added
+images, and writes a new table. For other settings, choose another --out.
 
 If the command is killed, run it again to continue. To share the work between N machines or
 processes, run the command in each of them with the same --out on a shared disk, with --workers=N,
 and with a different number from 0 to N-1 as --worker. If a worker dies, the others do its work.
 Each worker uses all devices that it can see. --engine=beam runs the work on Apache Beam
-(docs/data.md). --verify compares all finished tars with their recorded checksums, and encodes the
-images of damaged tars again.
+(docs/data.md). --verify compares all moments with their checksums, and encodes the images of
+damaged files again.
 """
 
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +32,8 @@ from diffusion_jax import cli, files
 from diffusion_jax.data import aspect_buckets, engines, sources
 from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
-from diffusion_jax.precache import moment_tars as encode_moments
-from diffusion_jax.precache.moment_tars import MomentOptions
+from diffusion_jax.precache import moments
+from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import encoder_identity
@@ -50,12 +47,11 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "shard_images",
         1000,
-        "Images per tar. If the command is killed, it loses at most one tar of work.",
+        "Images per file. If the command is killed, it loses at most one file of work.",
         lower_bound=1,
     )
     flags.DEFINE_integer("batch", 8, "Images per device and batch.", lower_bound=1)
-    flags.DEFINE_bool("verify", False, "Check all tars, and encode the images of damaged tars again.")
-    flags.DEFINE_bool("overwrite", False, "Empty --out first if it was started with other settings or data.")
+    flags.DEFINE_bool("verify", False, "Check all files, and encode the images of damaged files again.")
     engines.define_flags()
     flags.mark_flag_as_required("config")
 
@@ -68,21 +64,20 @@ def main() -> None:
         out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
         work = MomentOptions(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
-        work = work._replace(overwrite=args.overwrite)
-        logging.info("%d tars are in %s", encode(s, out, work), out)
+        logging.info("%d pictures have moments in %s", encode(s, out, work), out)
 
 
 def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:
-    """Write the VAE moments of a config's images as tars; return the number of tars in the folder.
+    """Write the VAE moments of a config's images, and return how many pictures have moments.
 
     Args:
         s: The settings of a training config.
-        out: The folder for the tars.
+        out: The folder for the moments.
         work: How to divide the work; `work.batch` is the number of images per device.
 
     Raises:
         ValueError, OSError: The data cannot be encoded as moments, or `out` was started with other
-            images, other settings or another VAE.
+            settings or another VAE.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
@@ -102,39 +97,30 @@ def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:
         batch=work.batch * jax.local_device_count(),
         buckets=aspect_buckets.sort(pictures, s.data.aspect_buckets) if s.data.aspect_buckets else None,
     )
-    return encode_moments.run(pictures, encoder, out, encoder.identity, work)
+    return moments.run(pictures, encoder, out, encoder.identity, work)
 
 
 class MomentEncoder:
     """A function that encodes images as VAE moments, on all devices of this process."""
 
     def __init__(self, s: Settings):
-        """Read the weights of a config's VAE, and set `identity` to the manifest of the moments."""
+        """Read the weights of a config's VAE, and set `identity` to that of the moments."""
         vae_params = read_vae(s.vae_weights, s.vae)
         self.identity = encoder_identity(s, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
-        self._encode = make_encode(s, vae_params, mesh)
+        self._split = sharding.batch_sharding(mesh)
+        self._params = sharding.place_all(vae_params, mesh, sharding.RULES)
+
+        @jax.jit
+        def program(params, images):
+            pixels = to_range(images, s.latents.pixels)
+            return s.vae.apply(params, pixels, method="encode")
+
+        self._program = announced(program, "the VAE's encoder")
         engines.record_call(self, MomentEncoder, s)
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B h w _"]:
-        return self._encode(images)
-
-
-def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.EncodeImages:
-    """Return a function that encodes images as VAE moments, on all devices of a mesh.
-
-    It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z] of Z latent channels.
-    """
-    split = sharding.batch_sharding(mesh)
-    params = sharding.place_all(vae_params, mesh, sharding.RULES)
-
-    @jax.jit
-    def program(params, images):
-        pixels = to_range(images, s.latents.pixels)
-        return s.vae.apply(params, pixels, method="encode")
-
-    run = announced(program, "the VAE's encoder")
-    return lambda images: np.asarray(run(params, sharding.place(images, split)))
+        return np.asarray(self._program(self._params, sharding.place(images, self._split)))
 
 
 if __name__ == "__main__":

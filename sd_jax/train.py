@@ -24,13 +24,13 @@ from typing import Any
 
 import jax
 
-from diffusion_jax.data import sources
+from diffusion_jax.data import columns, sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.precache import lookup
-from diffusion_jax.precache.moment_tars import check_originals
+from diffusion_jax.precache.moments import check_originals
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.train_command import command
@@ -83,9 +83,10 @@ def open_batches(s: Settings, encoder: TextEncoder, vae_params: Any, mesh: shard
     shape, image = None, "image"
     if uses_moments(s.data):
         for path in [part[2] for part in s.data.mixture] or [s.data.path]:
-            moments.check_manifest(path, encoder_identity(s, vae_params))
-            if jax.process_index() == 0:
-                check_originals(path)
+            if identity := moments.find_identity(path):
+                columns.check_identity(path, identity, encoder_identity(s, vae_params), moments.KIND)
+                if jax.process_index() == 0:
+                    check_originals(path)
         side = s.latents.image_size // vae_module.factor(s.vae)
         shape, image = (side, side, 2 * s.vae.latent_channels), "moments"
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
@@ -97,7 +98,7 @@ def open_batches(s: Settings, encoder: TextEncoder, vae_params: Any, mesh: shard
 
 
 def encoder_identity(s: Settings, vae_params: Any) -> dict[str, Any]:
-    """Return the manifest of VAE moments: the settings and the VAE on which the moments depend.
+    """Return the identity of VAE moments: the settings and the VAE on which the moments depend.
 
     Its keys are "image_size", "scale", "pixels", "buckets" and "vae", a digest of the VAE's
     weights. Without `vae_params`, there is no "vae".

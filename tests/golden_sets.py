@@ -27,6 +27,8 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, captions, pipeline, sources
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import DecodedPictures, Pictures
+from diffusion_jax.data.records import Record
 from diffusion_jax.data.split import split
 
 SMALL = (
@@ -331,6 +333,22 @@ SETS = tuple(_sets())
 """The names of all sets."""
 
 
+def _contents(pictures: Pictures, every: np.ndarray) -> list[tuple[str, int]]:
+    """Return (name, checksum) of each stored picture and its text, 0 for unusable pixels."""
+    if isinstance(pictures, DecodedPictures):
+        return [(record.name, _check(record)) for record in pictures._records.read(every.tolist())]
+    usable, images, texts = pictures.usable(every)
+    sums = (_check(Record(image, text, "")) for image, text in zip(images, texts, strict=True))
+    known = dict(zip(usable.tolist(), sums, strict=True))
+    return [(f"picture {index}", known.get(index, 0)) for index in every.tolist()]
+
+
+def _check(record: Record) -> int:
+    text = f"{record.text}{record.numbers or ''}"
+    pictures = zlib.crc32(record.mask or b"", zlib.crc32(record.image))
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), pictures)
+
+
 def read(name: str, root: pathlib.Path, samples: int = 2000) -> dict[str, Any]:
     """Write the set `name` to the folder `root`, and return all that training reads of it."""
     made, data = _sets()[name]
@@ -352,7 +370,7 @@ def read(name: str, root: pathlib.Path, samples: int = 2000) -> dict[str, Any]:
         "number": len(every),
         "keys": [f"{key:016x}" for key in pictures.keys(every).tolist()],
         "texts": [_text(text) for text in pictures.texts(every)],
-        "contents": [[short(n), c] for n, c in pictures.contents(every)],
+        "contents": [[short(n), c] for n, c in _contents(pictures, every)],
         "files": [short(file) for file in pictures.files()],
     }
     training, heldout = split(pictures, data.heldout)

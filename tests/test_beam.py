@@ -107,7 +107,7 @@ def test_beam_writes_the_same_moments_after_kills(start, tmp_path):
     line = "sd_jax.precache", f"--config={tmp_path}/config.py", "--shard_images=1", "--batch=1"
     end(start(*line, f"--out={tmp_path}/alone"), tmp_path)
     out = tmp_path / "beam"
-    killed_and_not(start, tmp_path, [*line, f"--out={out}"], out, "*.tar", 60)
+    killed_and_not(start, tmp_path, [*line, f"--out={out}"], out, "*[0-9a-f].safetensors", 60)
     assert contents(out) == contents(tmp_path / "alone")
 
 

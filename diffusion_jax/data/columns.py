@@ -15,10 +15,10 @@ computed once, whichever part of the data it is in, and is kept when the data gr
 
 To fill a column, call `start`, then `fill` with an array of the type ITEM: the key of each item and
 a number by which `Work.read` finds it. Captions: the key hashes the text, the number is that of a
-row which has it. Rows, such as pictures: the key hashes what the value depends on (the row's key, a
-checksum of its picture), and the number is the row. `Work.compute` returns the rows of each item; a
-picture that cannot be read has none. To read it, hash the keys again; `Column.find` returns their
-places, and `Column.rows` the arrays at a place.
+row which has it. Pictures: the key hashes the picture, and the number is its row. `Work.compute`
+returns the rows of each item; a picture that cannot be read has none. To read a column, hash the
+keys again; `Column.find` returns their places, and `Column.rows` the arrays at a place. Or write a
+table whose places are those of the values in the chunks.
 """
 
 import contextlib
@@ -105,6 +105,8 @@ class Filled(NamedTuple):
 
     items: int
     bytes: int
+    names: Sequence[str]
+    """The names of all chunks."""
     chunks: Sequence[Mapping[str, np.ndarray]]
     """The arrays of all chunks."""
 
@@ -242,7 +244,7 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
         logging.warning("%d chunks of %s are missing or damaged: computing them again", len(listed) - len(kept), path)
     _, first = np.unique(items["key"], return_index=True)
     new = items[np.sort(first)]
-    new = new[~np.isin(new["key"], _keys(open_safetensors(path / name) for name in kept))]
+    new = new[~np.isin(new["key"], joined(open_safetensors(path / name) for name in kept))]
     names = [_name(new["key"][i : i + work.size]) for i in range(0, len(new), work.size)]
     # Beam's workers read from a file which items a chunk has.
     plan = path / f"items-{hashlib.blake2b(new.tobytes(), digest_size=_DIGEST).hexdigest()}.tmp"
@@ -258,6 +260,19 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
         read=stage.read,
     )
     return _finish(path, list(dict.fromkeys([*kept, *names])))
+
+
+def joined(chunks: Iterable[Mapping[str, np.ndarray]], name: str = "keys") -> Shaped[np.ndarray, "N"]:
+    """Return the keys of all chunks, one after another, or another array of 16-byte rows."""
+    arrays = (np.asarray(chunk[name]).reshape(-1) for chunk in chunks)
+    return np.concatenate([np.zeros(0, np.uint8), *arrays]).view(KEY)
+
+
+def places_of(keys: Shaped[np.ndarray, "N"], chunks: Sequence[Mapping[str, np.ndarray]]) -> Int[np.ndarray, "N"]:
+    """Return the place of each key in `joined(chunks)`, which has all of them."""
+    stored = joined(chunks)
+    order = np.argsort(stored, kind="stable")
+    return order[np.searchsorted(stored, keys, sorter=order)]
 
 
 def checksum(key: np.ndarray, rows: Mapping[str, np.ndarray]) -> int:
@@ -327,7 +342,7 @@ def _finish(path: pathlib.Path, names: Sequence[str]) -> Filled:
     """Write the index of a column with these chunks, and delete all other files of it."""
     chunks = [open_safetensors(path / name) for name in names]
     lengths = np.array([len(chunk["first"]) - 1 for chunk in chunks], np.int64)
-    keys, first = np.unique(_keys(chunks), return_index=True)
+    keys, first = np.unique(joined(chunks), return_index=True)
     chunk_of = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
     starts = np.cumsum(lengths) - lengths
     sizes = np.array([(path / name).stat().st_size for name in names], np.int64)
@@ -346,7 +361,7 @@ def _finish(path: pathlib.Path, names: Sequence[str]) -> Filled:
         is_other = _CHUNK.fullmatch(file.name) and file.name not in used
         if is_other or _TEMPORARY.fullmatch(file.name):
             file.unlink(missing_ok=True)
-    return Filled(len(keys), int(sizes.sum()) + len(index), chunks)
+    return Filled(len(keys), int(sizes.sum()) + len(index), names, chunks)
 
 
 def _present(path: pathlib.Path) -> list[str]:
@@ -373,12 +388,6 @@ def _name(keys: np.ndarray) -> str:
 
 def _stem(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _keys(chunks: Iterable[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Return the keys of all chunks, one after another."""
-    arrays = (np.asarray(chunk["keys"]).reshape(-1) for chunk in chunks)
-    return np.concatenate([np.zeros(0, np.uint8), *arrays]).view(KEY)
 
 
 def _checks(keys: np.ndarray, first: np.ndarray, rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -4,7 +4,6 @@ import abc
 import collections
 import functools
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, decoding
 from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import HEAD, Record, Records, checked_numbers
+from diffusion_jax.data.table import Row, Table
 
 PictureArray = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
@@ -159,16 +159,16 @@ class Pictures(abc.ABC):
         """Return a digest of the texts that a table holds; "" in the base class."""
         return ""
 
-    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
-        """Return (name, checksum) of each stored picture and its text.
+    def rows(self, indices: Int[np.ndarray, "B"]) -> tuple[Int[np.ndarray, "N"], list[Row]]:
+        """Return (indices, rows of a table) of the pictures with a usable text and usable numbers.
 
-        The base class computes the checksum from the pixels. The checksum of an unusable picture
-        is 0.
+        The base class returns all pictures, with their pixels as bytes.
         """
-        usable, images, texts = self.usable(indices)
-        sums = (_checksum(Record(i, t, "")) for i, t in zip(images, texts, strict=True))
-        known = dict(zip(usable.tolist(), sums, strict=True))
-        return [(f"picture {index}", known.get(index, 0)) for index in indices.tolist()]
+        read = self.columns(indices)
+        described = zip(self.names(indices), self.keys(indices).tolist(), read.images, read.texts, strict=True)
+        numbers = [{name: float(of[at]) for name, of in read.numbers.items()} for at in range(len(indices))]
+        rows = [Row(name, key, image.tobytes(), text) for name, key, image, text in described]
+        return indices, [row._replace(numbers=of) for row, of in zip(rows, numbers, strict=True)]
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return a name for each picture, such as its file's path, for messages."""
@@ -231,7 +231,6 @@ class DecodedPictures(Pictures):
         self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._fields, self._masked = picture_fields.read(data.fields), bool(data.loss_mask)
         self._unusable: dict[int, str] = {}
-        self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._counts = collections.Counter[str]()
         self._lock = threading.Lock()
@@ -304,17 +303,32 @@ class DecodedPictures(Pictures):
     def id(self) -> str:
         return self._records.id()
 
-    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
-        """Return (name, checksum) of each record: of its encoded image and its text.
+    def rows(self, indices: Int[np.ndarray, "B"]) -> tuple[Int[np.ndarray, "N"], list[Row]]:
+        """Return (indices, rows of a table) of the records with a usable text and usable numbers.
 
-        Records that `usable` has just read are not read again.
+        The other records are added to the counts that `skipped` returns. If the records are in a
+        table, no image is read.
         """
-        rows = indices.tolist()
-        missing = [index for index in rows if index not in self._contents]
-        read = self._records.read(missing) if missing else ()
-        for index, record in zip(missing, read, strict=True):
-            self._contents[index] = record.name, _checksum(record)
-        return [self._contents.pop(index) for index in rows]
+        usable, rows = [], []
+        for index, row in zip(indices.tolist(), self._rows_of(indices), strict=True):
+            try:
+                text, numbers = self._described(row)
+            except decoding.Unusable as error:
+                self._count(index, row.name, error)
+                continue
+            usable.append(index)
+            rows.append(row._replace(text=text, numbers=numbers))
+        return np.array(usable, np.int64), rows
+
+    def _rows_of(self, indices: Int[np.ndarray, "B"]) -> list[Row]:
+        if isinstance(self._records, Table):
+            with self._lock:
+                self._counts["read"] += len(indices)
+            texts = self._records.texts(indices.tolist())
+            found = map(self._records.row, indices.tolist())
+            return [row._replace(text=text) for row, text in zip(found, texts, strict=True)]
+        read = zip(self._fetch(indices.tolist()), self.keys(indices).tolist(), strict=True)
+        return [Row(of.name, key, of.image, of.text, (), of.numbers) for of, key in read]
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return the name of each record; for an unusable record, the name of its replacement."""
@@ -341,7 +355,6 @@ class DecodedPictures(Pictures):
         """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
-            self._contents[index] = record.name, _checksum(record)
             try:
                 pairs.append(self._picture(record, decoding.CENTRE)[:2])
                 usable.append(index)
@@ -406,12 +419,16 @@ class DecodedPictures(Pictures):
         return self._records.read(indices) if indices else []
 
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any, dict[str, float]]:
+        text, numbers = self._described(record)
+        mask = {"mask": record.mask} if self._masked else {}
+        return self._make(record.image, place=place, **mask), text, numbers
+
+    def _described(self, record: Record | Row) -> tuple[Any, dict[str, float]]:
+        """Return the text and numbers of a record. Raises Unusable if they are not usable."""
         if isinstance(record.text, decoding.Unusable):
             raise record.text
         text = captions.long_enough(record.text, self._filters["min_chars"])
-        numbers = checked_numbers(record, self._fields)
-        mask = {"mask": record.mask} if self._masked else {}
-        return self._make(record.image, place=place, **mask), text, numbers
+        return text, checked_numbers(record.numbers, self._fields)
 
     def _count(self, index: int, name: str, error: decoding.Unusable) -> None:
         with self._lock:
@@ -429,9 +446,3 @@ class DecodedPictures(Pictures):
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "
                 f"({error}). Repair or remove them, or raise data.max_broken"
             )
-
-
-def _checksum(record: Record) -> int:
-    text = f"{record.text}{record.numbers or ''}"
-    pictures = zlib.crc32(record.mask or b"", zlib.crc32(record.image))
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"), pictures)

@@ -212,14 +212,23 @@ class Batches:
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
         """Return the texts in the given rows of the batch `back` batches before the last."""
-        _, texts = self.pictures.read(self.indices(rows, back))
+        indices = self.indices(rows, back)
+        _, texts = self._view(indices).read(indices)
         first = self._sample(back)
         samples = [first + row for row in rows]
         return captions.chosen(texts, self._identity["seed"], samples, self._tags)
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in rows of the batch `back` batches before the last."""
-        return self.pictures.names(self.indices(rows, back))
+        indices = self.indices(rows, back)
+        return self._view(indices).names(indices)
+
+    def _view(self, indices: Int[np.ndarray, "B"]) -> Pictures:
+        """Return the pictures, cropped to the bucket of these."""
+        if self._buckets is None:
+            return self.pictures
+        shape = self._buckets.shapes[int(self._buckets.bucket[indices[0]])]
+        return self.pictures.cropped_to(shape)
 
     def _sample(self, back: int) -> int:
         """Return the number of the first sample of the batch `back` batches before the last."""

@@ -277,18 +277,18 @@ def number_of(field: Field, value: Any) -> float | Unusable:
         return Unusable("broken_number", str(error))
 
 
-def checked_numbers(record: Record, fields: Sequence[Field]) -> dict[str, float]:
-    """Return the numbers of a record, keyed by Field.name.
+def checked_numbers(numbers: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, float]:
+    """Return the numbers of a record in the range of their fields, keyed by Field.name.
 
     Raises:
         Unusable: with the reason "broken_number" if a field is missing, is not a number, or is not
             in its range.
     """
-    for value in record.numbers.values():
+    for value in numbers.values():
         if isinstance(value, Unusable):
             raise value
     try:
-        return {field.name: field.number(record.numbers.get(field.name)) for field in fields}
+        return {field.name: field.number(numbers.get(field.name)) for field in fields}
     except ValueError as error:
         raise Unusable("broken_number", str(error)) from None
 

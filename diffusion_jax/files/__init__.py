@@ -181,18 +181,6 @@ def whole(
                 temporary.unlink(missing_ok=True)
 
 
-def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
-    """Delete the temporary files of `paths` that remain after a writing process was killed.
-
-    No other process may be writing these files. A bucket has no temporary files.
-    """
-    targets = {path for path in paths if not store_path(path)}
-    for folder in {path.parent for path in targets}:
-        for temporary in folder.glob(".*.tmp"):
-            if folder / temporary.name[1:].rsplit(".", 2)[0] in targets:
-                temporary.unlink(missing_ok=True)
-
-
 def remove_tree(folder: Path) -> None:
     """Delete a folder and its content, if it exists."""
     if place := store_path(folder):

@@ -79,6 +79,12 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     return _read_header(pathlib.Path(path))[2]
 
 
+def offset_of(path: pathlib.Path, name: str) -> int:
+    """Return where the values of an array begin in a safetensors file, in bytes."""
+    start, entries, _ = _read_header(path)
+    return start + entries[name]["data_offsets"][0]
+
+
 def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return the offset of the data in a safetensors file, the entry of each array, and metadata.
 

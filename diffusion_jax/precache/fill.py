@@ -4,7 +4,6 @@ import functools
 import pathlib
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,50 +21,39 @@ from diffusion_jax.precache import encode, lookup, store
 from diffusion_jax.text import TextEncoder, registry
 
 _BLOCK = 2**16  # Items whose captions are listed together.
-_READ = 256  # Items that a thread reads at a time.
+_READ = 256  # Pictures whose captions are read together.
 _SAMPLE = 1024  # Captions whose lengths are measured for the estimate.
 
 
-class CaptionList(NamedTuple):
-    """A list of items that have captions: `prompts`, then the first records of `data`."""
-
-    prompts: Sequence[str]
-    """The config's prompts, followed by the lines of a file of captions, if one is used."""
-    data: Pictures | None
-    num_data: int
-    threads: int
-    """Number of threads that read captions from `data`."""
-
-    def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the number of items."""
-        return len(self.prompts) + self.num_data
-
-    def read(self, items: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "M"], list[Any]]:
-        """Return all captions of the items with these sorted indices, and the item of each."""
-        with ThreadPoolExecutor(max(1, self.threads)) as threads:
-            parts = [items[i : i + _READ] for i in range(0, len(items), _READ)]
-            texts = [text for part in threads.map(self._read, parts) for text in part]
-        several = list(map(captions.every, texts))
-        return np.repeat(items, list(map(len, several))), [one for each in several for one in each]
-
-    def _read(self, items: Int[np.ndarray, "N"]) -> list[Any]:
-        first = len(self.prompts)  # Index of the data set's first record.
-        texts = [self.prompts[i] for i in items[items < first].tolist()]
-        if self.data is None or (items < first).all():
-            return texts
-        return texts + list(self.data.texts(items[items >= first] - first))
-
-
 class EncodingJob:
-    """A text encoder and the captions to encode."""
+    """A text encoder and the captions to encode: those of a list of items."""
 
-    def __init__(self, text: Text, encoder: TextEncoder, captions: CaptionList):
-        """Prepare to encode captions. `text` is the config's text group."""
-        self.text, self.encoder, self.captions = text, encoder, captions
+    def __init__(self, text: Text, encoder: TextEncoder, prompts: Sequence[str], data: Pictures | None = None):
+        """Prepare to encode captions. The items are `prompts`, then the pictures of `data`.
+
+        `text` is the config's text group. `prompts` holds the config's prompts, followed by the
+        lines of a file of captions, if one is used.
+        """
+        self.text, self.encoder, self.prompts, self.data = text, encoder, prompts, data
         self.identity = lookup.identity(text, encoder)
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
         """A function of (format, batch_tokens); it returns the function encode(texts) that
         encode.on_own_devices makes for this encoder."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.prompts) + len(self.data or ())
+
+    def captions(self, items: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "M"], list[Any]]:
+        """Return all captions of the items with these sorted indices, and the item of each."""
+        first = len(self.prompts)  # Index of the first picture.
+        texts = [self.prompts[i] for i in items[items < first].tolist()]
+        rows = items[items >= first] - first
+        if self.data is not None:
+            for start in range(0, len(rows), _READ):
+                texts += self.data.texts(rows[start : start + _READ])
+        several = list(map(captions.every, texts))
+        return np.repeat(items, list(map(len, several))), [one for each in several for one in each]
 
 
 class EncodingOptions(NamedTuple):
@@ -95,8 +83,14 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Encodi
     registry.check(text)
     if not text.store:
         raise ValueError("text.store is empty: name the folder to write to with --config.text.store=FOLDER")
-    captions = _captions(data, _prompts(config, data.source), captions_file)
-    job = EncodingJob(text, registry.make_encoder(text), captions)
+    prompts, pictures = _prompts(config, data.source), None
+    if captions_file is not None:
+        prompts += prompt_files.read(captions_file, every=True, flag="--captions")
+    else:
+        pictures = sources.open_pictures(data, size=16)  # No image is decoded.
+        if data.source == "synthetic":  # All pictures have one caption.
+            prompts, pictures = [*prompts, *pictures.texts(np.arange(1))], None
+    job = EncodingJob(text, registry.make_encoder(text), prompts, pictures)
     return engines.record_call(job, open_job, config, captions_file)
 
 
@@ -108,9 +102,9 @@ def estimate(job: EncodingJob, format: str) -> str:
     Raises:
         ValueError: A caption is not a string.
     """
-    items = len(job.captions)
+    items = len(job)
     sample = np.unique(np.linspace(0, items - 1, min(items, _SAMPLE)).astype(np.int64))
-    _, texts = job.captions.read(sample)
+    _, texts = job.captions(sample)
     total = round(items * len(texts) / len(sample))
     store.keys_of(texts, job.identity)  # Checks that they are strings.
     lengths = encode.lengths_of(job.encoder, texts)
@@ -141,7 +135,7 @@ def run(job: EncodingJob, work: EncodingOptions) -> dict[str, Any]:
     start(job, work)
     todo = _Captions(job, work._replace(engine=ALONE))
     items = todo.items()
-    logging.info("%s records and prompts, %s captions", f"{len(job.captions):,}", f"{len(items):,}")
+    logging.info("%s records and prompts, %s captions", f"{len(job):,}", f"{len(items):,}")
     how = columns.Work(todo.read, todo.encode, work.shard_captions, "captions", work.engine, work.verify)
     filled = columns.fill(files.path(job.text.store), items, how)
     errors = np.array([chunk["errors"] for chunk in filled.chunks])
@@ -167,9 +161,9 @@ class _Captions(NamedTuple):
 
     def items(self) -> np.ndarray:
         """Return the key of each caption, and an item of the list that has it."""
-        total, identity, parts = len(self.job.captions), self.identity, []
+        total, identity, parts = len(self.job), self.identity, []
         for first in range(0, total, _BLOCK):
-            numbers, texts = self.job.captions.read(np.arange(first, min(first + _BLOCK, total)))
+            numbers, texts = self.job.captions(np.arange(first, min(first + _BLOCK, total)))
             part = np.zeros(len(texts), columns.ITEM)
             part["key"], part["number"] = store.keys_of(texts, identity), numbers
             _, firsts = np.unique(part["key"], return_index=True)
@@ -177,9 +171,12 @@ class _Captions(NamedTuple):
         return np.concatenate(parts)
 
     def read(self, items: np.ndarray) -> list[str]:
-        _, texts = self.job.captions.read(np.unique(items["number"]))
+        _, texts = self.job.captions(np.unique(items["number"]))
         found = dict(zip(store.keys_of(texts, self.identity).tolist(), texts, strict=True))
-        return [found[key] for key in items["key"].tolist()]
+        try:
+            return [found[key] for key in items["key"].tolist()]
+        except KeyError:
+            raise ValueError("the captions of the data changed while they were encoded: repeat the command") from None
 
     def encode(self, texts: list[str]) -> columns.Computed:
         rows = self.job.encode(self.work.format, self.work.batch_tokens)(texts)
@@ -227,14 +224,3 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
     elif scored.every:
         prompts += sources.own_prompts(source)
     return prompts
-
-
-def _captions(data: Data, prompts: Sequence[str], file: str | None) -> CaptionList:
-    """Return `prompts` and the captions of the data set, or of a file if `file` is not None."""
-    if file is not None:
-        texts = [*prompts, *prompt_files.read(file, every=True, flag="--captions")]
-        return CaptionList(texts, None, 0, 1)
-    opened = sources.open_pictures(data, size=16)  # No image is decoded.
-    # The synthetic source has one caption for any number of images.
-    count = 1 if data.source == "synthetic" else len(opened)
-    return CaptionList(tuple(prompts), opened, count, data.threads)

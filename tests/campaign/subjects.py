@@ -147,8 +147,8 @@ def every(inputs: pathlib.Path):
                 ),
                 "moments": Subject(
                     lambda out: ("sd_jax.precache", *moment_flags(images, vae), f"--out={out}/moments"),
-                    lambda out: contents(out / "moments", "*.tar"),
-                    damages.files("moments", "*.tar", finished=True),
+                    lambda out: contents(out / "moments", "*[0-9a-f].safetensors"),
+                    damages.files("moments", "*[0-9a-f].safetensors", finished=True),
                     verify=("--verify",),
                 ),
                 "a sweep": Subject(

@@ -13,13 +13,17 @@ from configs import quickstart
 from diffusion_jax import averages, pack, runs, systems
 from diffusion_jax.config import own_modules
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import sources
+from diffusion_jax.data import columns, sources, table
+from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.prepare import __main__ as prepare
+from diffusion_jax.data.reading import BYTES, Place
 from diffusion_jax.data.sources.arrow import open_saved
+from diffusion_jax.data.sources.moments import KIND
 from diffusion_jax.data.sources.tfds import open_split
+from diffusion_jax.data.table import Row
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.files import safetensors_files
-from diffusion_jax.precache import moment_tars
+from diffusion_jax.precache import moments
 from diffusion_jax.start import changes
 from diffusion_jax.weights import pretrained, torch_weights
 from tests.imagen_jax import commands
@@ -87,12 +91,21 @@ def test_the_data_source_in_a_config_is_not_imported(stranger, opener, name):
     assert not (stranger / "RAN").exists()
 
 
-def test_the_data_source_in_the_manifest_of_moments_is_not_imported(stranger, caplog):
-    manifest = {"data": {"source": "evil.payload", "path": ""}, "image_size": 8, "files": ""}
-    (stranger / "moments.json").write_text(json.dumps(manifest))
-    moment_tars.check_originals(stranger)
+def test_the_data_source_in_the_card_of_moments_is_not_imported(stranger, caplog):
+    facts = {"data": {"source": "evil.payload", "path": ""}, "size": 8, "digests": {}}
+    columns.start(stranger, {}, KIND)
+    table.write(stranger, [], LeftOut(), facts=facts)
+    moments.check_originals(stranger)
     assert "data.source is 'evil.payload', which is no part" in caplog.text
     assert not (stranger / "RAN").exists()
+
+
+def test_moments_outside_their_folder_are_not_read(stranger):
+    columns.start(stranger, {"flip": False}, KIND)
+    row = Row("a", 0, Place(f"{stranger}/secret.npy", 0, 8, BYTES), "a")
+    table.write(stranger, [row], LeftOut(), rule={"text": "txt", "ranges": []})
+    with pytest.raises(ValueError, match=r"names the file '.*/secret\.npy': encode the images again"):
+        sources.open_pictures(Data("moments", str(stranger)), 8, moments=(4, 4, 8))
 
 
 def test_a_class_in_the_features_of_tfds_is_not_imported(stranger):

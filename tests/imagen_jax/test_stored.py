@@ -110,12 +110,12 @@ def test_prompts_of_training_that_are_not_in_the_store_are_an_error(path):
 def test_precache_stores_the_prompts_of_scores_during_training(weights, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
     c = config(weights=weights, store=str(tmp_path / "store"))
-    assert set(fill.open_job(c.to_dict()).captions.prompts) == set(PROMPTS)
+    assert set(fill.open_job(c.to_dict()).prompts) == set(PROMPTS)
     c.evaluation.update(every=8, prompts=str(tmp_path / "prompts.txt"), num_prompts=2)
-    prompts = fill.open_job(c.to_dict()).captions.prompts
+    prompts = fill.open_job(c.to_dict()).prompts
     assert len(prompts) == 4 and len({"one", "two", "three"} & set(prompts)) == 2
     c.evaluation.prompts = ""
-    assert set(digits.heldout_prompts()) < set(fill.open_job(c.to_dict()).captions.prompts)
+    assert set(digits.heldout_prompts()) < set(fill.open_job(c.to_dict()).prompts)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, decoding
 from diffusion_jax.data.sources import moments
 from diffusion_jax.devices import sharding
-from diffusion_jax.precache.moment_tars import MomentOptions
+from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
 from diffusion_jax.text import hashed
 from sd_jax import precache, train
@@ -38,7 +38,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, vae, images):
     out = tmp_path_factory.mktemp("moments")
-    assert precache.encode(settings(vae, images), out, MomentOptions(5, 1)) == 3
+    assert precache.encode(settings(vae, images), out, MomentOptions(5, 1)) == 13
     return out
 
 
@@ -66,6 +66,8 @@ def test_stored_moments_equal_the_encoded_cropped_pictures(vae, images, stored):
             height, width = batch["moments"].shape[1:3]
             seen.add((2 * height, 2 * width))
             text = latents.pictures.texts(np.array([number]))[0]
+            assert latents.texts([0]) == [text]
+            assert latents.names([0]) == [f"{int(text.split()[1]):02}.png"]
             file = images / f"{int(text.split()[1]):02}.png"
             picture = decoding.crop(file.read_bytes(), (2 * height, 2 * width))
             expected = encode(tiny.vae_params(), to_range(picture[None]))[0]

@@ -25,7 +25,7 @@ CONFIG = """from tests.sd_jax import tiny
 def get_config():
     return tiny.config(steps=4, batch_size=8, data__source="moments", optimizer__ema_decays=(0.9,))
 """
-IMAGES = 40
+IMAGES, CHUNKS = 40, "*[0-9a-f].safetensors"
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -65,9 +65,9 @@ def trained(homes):
     """Both homes, with moments and a training run. In the bucket, the commands were killed once."""
     folder, bucket = homes
     moments, train = commands_of(bucket, folder / "config.py")
-    tars = lambda: len(list((bucket / "moments").glob("*.tar")))
-    kill_when(test_buckets.start(*moments), lambda: tars() >= 3)
-    assert 3 <= tars() < IMAGES / 4
+    chunks = lambda: len(list((bucket / "moments").glob(CHUNKS)))
+    kill_when(test_buckets.start(*moments), lambda: chunks() >= 3)
+    assert 3 <= chunks() < IMAGES / 4
     test_buckets.run(*moments)
     kill_when(test_buckets.start(*train), (bucket / "run" / runs.CHECKPOINTS / "2").objects)
     test_buckets.run(*train)
@@ -78,8 +78,8 @@ def trained(homes):
 
 def test_moments_and_training_in_a_bucket_match_a_folder(trained):
     folder, bucket = (home / "moments" for home in trained)
-    names = sorted(name for name in bucket.objects() if name.endswith(".tar"))
-    assert names == sorted(path.name for path in folder.glob("*.tar")) and len(names) == IMAGES // 4
+    names = sorted(path.name for path in bucket.glob(CHUNKS))
+    assert names == sorted(path.name for path in folder.glob(CHUNKS)) and len(names) == IMAGES // 4
     assert all((folder / name).read_bytes() == (bucket / name).read_bytes() for name in names)
     folder, bucket = (home / "run" for home in trained)
     assert restore.steps(bucket / runs.CHECKPOINTS) == [2, 4]

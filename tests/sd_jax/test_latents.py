@@ -13,12 +13,13 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data import tars
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.data.sources.webdataset import open_tars
+from diffusion_jax.data.table import Table
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.precache import lookup
-from diffusion_jax.precache.moment_tars import MomentOptions
+from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import editing, precache, sampling, start, train
@@ -68,7 +69,7 @@ def stored(folder, images, tmp_path_factory):
     """Return a folder with the moments of the images."""
     out = tmp_path_factory.mktemp("moments")
     s = tiny.settings(folder, data__source="folder", data__path=str(images), **FIELDS)
-    assert precache.encode(s, out, MomentOptions(8, 1)) == 1
+    assert precache.encode(s, out, MomentOptions(8, 1)) == 8
     return out
 
 
@@ -90,7 +91,7 @@ def train_losses(folder, workdir, source, path):
 def test_stored_moments_have_32_channels_and_training_on_them_repeats_that_on_images(
     folder, params, images, stored, tmp_path
 ):
-    records = open_tars(stored / "000000.tar", images=("npy",)).read(range(8))
+    records = Table(stored, str(stored)).read(range(8))
     moments = np.stack([np.load(io.BytesIO(record.image)) for record in records])
     pictures = open_pictures(Data("folder", path=str(images)), tiny.SIZE).usable(np.arange(8))[1]
     expected = SD3.apply(params, to_range(pictures), method="encode")
@@ -106,11 +107,13 @@ def test_stored_moments_have_32_channels_and_training_on_them_repeats_that_on_im
 @pytest.mark.gate
 def test_moments_with_other_channels_than_the_config_are_errors(folder, stored, tmp_path):
     vae = tiny.write_vae(tmp_path / "vae.safetensors")
-    (stored / "moments.json").rename(tmp_path / "moments.json")  # Its digest would differ, too.
-    s = tiny.settings(vae, data__source="moments", data__path=str(stored))
+    (tmp_path / "moments").mkdir()
+    for name, record in enumerate(Table(stored, str(stored)).read(range(8))):
+        contents = {tars.KEY: b"%d" % name, "npy": record.image, "txt": b"a"}
+        tars.write(tmp_path / f"moments/{name}.tar", [contents])
+    s = tiny.settings(vae, data__source="moments", data__path=f"{tmp_path}/moments")
     with pytest.raises(ValueError, match=r"moments have shape \[32, 4, 4\], but .* \[8, 4, 4\]"):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
-    (tmp_path / "moments.json").rename(stored / "moments.json")
 
 
 def test_latents_are_shifted_and_scaled_in_training_editing_decoding_and_previews(params):

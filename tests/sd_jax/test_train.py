@@ -12,12 +12,12 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
 from diffusion_jax.data.engines import Worker
 from diffusion_jax.data.sources import moments, open_pictures
-from diffusion_jax.data.sources.webdataset import open_tars
+from diffusion_jax.data.table import Table
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import sheets
-from diffusion_jax.precache import moment_tars as encode_moments
-from diffusion_jax.precache.moment_tars import MomentOptions
+from diffusion_jax.precache import moments as encode_moments
+from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop, replay
 from sd_jax import drawing, precache, sampling, train
@@ -50,29 +50,20 @@ def source(images):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, vae, images):
-    """Return their moments in three tars, for which the weights were read once."""
+    """Return their moments in three files, for which the weights were read once."""
     out, read = tmp_path_factory.mktemp("moments"), []
     with pytest.MonkeyPatch.context() as patched:
         noting = lambda *args: read.append(args) or opened.read_vae(*args)
         patched.setattr(precache, "read_vae", noting)
-        assert precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
+        assert precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == NUM
     assert len(read) == 1
     return out
 
 
 def records(path):
-    """Return {key: (moments, caption)} of all tars, which share no keys."""
-    moments_of_key = {}
-    for tar in sorted(path.glob("*.tar")):
-        for record in open_tars(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
-            key = record.name.rpartition("/")[2]
-            assert key not in moments_of_key
-            moments_of_key[key] = np.load(io.BytesIO(record.image)), record.text
-    return moments_of_key
-
-
-def _size(tar):
-    return len(open_tars(tar, images=("npy",)))
+    """Return {name: (moments, caption)} of all pictures that have moments."""
+    found = Table(path, str(path)).read(range(NUM))
+    return {record.name: (np.load(io.BytesIO(record.image)), record.text) for record in found}
 
 
 def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
@@ -83,7 +74,7 @@ def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
     expected = np.asarray(program(params, to_range(read)))
     moments_of_key = records(stored)
-    assert list(moments_of_key) == [f"{index:09}.npy" for index in rows]
+    assert list(moments_of_key) == opened.names(rows)
     for (array, text), mean, caption in zip(moments_of_key.values(), expected, captions, strict=True):
         assert array.dtype == np.float32 and text == caption
         # Batches of another size have another order of sums.
@@ -93,8 +84,7 @@ def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
 def test_an_interrupted_precache_continues_with_equal_files(tmp_path, stored, vae, images, capsys):
     s = tiny.settings(vae, **source(images))
     opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
-    mesh = sharding.make_mesh(1, -1, 1)
-    encode, calls = precache.make_encode(s, tiny.vae_params(), mesh), []
+    encode, calls = precache.MomentEncoder(s), []
 
     def killed(batch):
         calls.append(len(batch))
@@ -102,33 +92,24 @@ def test_an_interrupted_precache_continues_with_equal_files(tmp_path, stored, va
             raise KeyboardInterrupt
         return encode(batch)
 
-    identity = train.encoder_identity(s, tiny.vae_params())
     work = MomentOptions(SHARD, 8, Worker(1, 2))  # Starts in the middle.
     with pytest.raises(KeyboardInterrupt):
-        encode_moments.run(opened, killed, tmp_path, identity, work)
-    names = ["000001.tar", encode_moments.LISTS, moments.MANIFEST]
-    assert [path.name for path in sorted(tmp_path.iterdir())] == names
-    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1, dry_run=True)) == 1
-    assert "would encode 2 of 3 shards of 4 images into" in capsys.readouterr().out
-    assert [path.name for path in sorted(tmp_path.iterdir())] == names
+        encode_moments.run(opened, killed, tmp_path, encode.identity, work)
+    chunks = lambda path: {file.name: file.read_bytes() for file in path.glob("*[0-9a-f].safetensors")}
+    whole, done = chunks(stored), chunks(tmp_path)
+    assert len(done) == 1 and len(whole) == 3 and done.items() <= whole.items()
     assert precache.encode(s, tmp_path / "new", MomentOptions(SHARD, 1, dry_run=True)) == 0
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match=r"incomplete: run the command that wrote them"):
-        moments.check_manifest(tmp_path, identity)
-    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1)) == 3
-    names = [path.name for path in sorted(stored.glob("*.tar"))]
-    assert [path.name for path in sorted(tmp_path.glob("*.tar"))] == names
-    for name in names:
-        assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
-    moments.check_manifest(tmp_path, identity)
-    content = bytearray((tmp_path / names[1]).read_bytes())
-    content[1000] ^= 1
-    (tmp_path / names[1]).write_bytes(content)
-    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1, verify=True)) == 3
-    assert (tmp_path / names[1]).read_bytes() == (stored / names[1]).read_bytes()
-    message = r"started with other settings \(shard: 4 stored, 5 requested\)"
-    with pytest.raises(ValueError, match=message):
-        precache.encode(s, tmp_path, MomentOptions(5, 1))
+    assert "would encode at most 11 images into" in capsys.readouterr().out and not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=r"is unfinished: continue with"):
+        moments.find_identity(tmp_path)
+    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1)) == NUM
+    assert chunks(tmp_path) == whole
+    damaged = tmp_path / min(done)
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1, verify=True)) == NUM
+    assert chunks(tmp_path) == whole
 
 
 def on_moments(stored, vae, **changes):
@@ -247,7 +228,7 @@ def test_moments_of_another_vae_are_errors(stored, vae, monkeypatch):
     other = jax.tree.map(lambda leaf: leaf * 1.01, opened.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
-    with pytest.raises(ValueError, match=r"computed with other settings \(vae: '\w+' stored, '\w+' req"):
+    with pytest.raises(ValueError, match=r"made with other settings \(vae: '\w+' stored, '\w+' req"):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 

@@ -175,7 +175,7 @@ def _encode(row: int, record: Record, *, size: int, pad: bool, fields: Sequence[
     if isinstance(record.text, Unusable):
         return record.text.reason
     try:
-        numbers = records.checked_numbers(record, fields)
+        numbers = records.checked_numbers(record.numbers, fields)
     except Unusable as error:
         return error.reason
     kind = image_kind(record.image)

@@ -219,7 +219,7 @@ def _look(record: Record, fields: Sequence[Field]) -> _Facts:
         return _Facts(text.reason, record.name, str(text))
     try:
         decoding.crop(record.image, (64, 64))
-        checked_numbers(record, fields)
+        checked_numbers(record.numbers, fields)
     except decoding.Unusable as error:
         return _Facts(error.reason, record.name, str(error))
     with untrusted.open_image(record.image) as image:

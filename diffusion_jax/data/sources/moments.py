@@ -1,15 +1,15 @@
-"""Read VAE moments, the means and log variances of an autoencoder's latents, from webdataset tars.
+"""Read VAE moments, the means and log variances of an autoencoder's latents.
 
-A member KEY.npy of a tar holds means followed by log variances: float [2 Z, h, w] for Z latent
-channels, or [1, 2 Z, h, w] in MLPerf's files. If this project wrote the folder, it has a manifest
-(moments.json), which records the settings that the moments were computed with.
+They are stored as the contents of .npy files, which hold means followed by log variances: float
+[2 Z, h, w] for Z latent channels, or [1, 2 Z, h, w] in MLPerf's tars. These are webdataset tars of
+KEY.npy and KEY.txt. The moments that this project computed are a column (data/columns.py), whose
+folder also holds the table of their texts; see precache/moments.py.
 """
 
 import functools
 import io
-import json
 import os
-from collections.abc import Mapping
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -18,41 +18,64 @@ from jaxtyping import Float
 from diffusion_jax import files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records
+from diffusion_jax.data import columns, records, table
+from diffusion_jax.data.columns import Identity
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.sources.webdataset import open_tars
-from diffusion_jax.files import settings_record, untrusted
+from diffusion_jax.data.table import Table
+from diffusion_jax.files import untrusted
 
-MANIFEST = "moments.json"
-SUFFIXES = ("npy",)
-_BEFORE = ("flip", "crop", "resize", "min_size", "max_aspect")
-"""Fields of the data group that apply to images before they are encoded."""
+KIND = columns.Kind("python -m sd_jax.precache --config=CONFIG --out={path}", "the config")
+_EARLIER = "moments.json"  # Earlier versions wrote it beside tars of moments.
+_SUFFIXES = ("npy",)
+_CROPS = ("flip", "crop")
+SETTINGS = ("resize", "min_size", "max_aspect", "loss_mask")
+"""Fields of the data group that determine the moments of an image."""
 
 
 def open_source(data: Data, shapes: TaskShapes) -> Pictures:
-    """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
-    path = records.path_of(data)
-    # Other values cannot change encoded images, unless they were applied when encoding.
-    stored = find_manifest(path)
-    encoded = (stored or {}).get("data", {})
-    values = {name: getattr(data, name) for name in _BEFORE}
-    wrong = [
-        f"data.{name}={value!r}"
-        for name, value in values.items()
-        if value not in (Data._field_defaults[name], encoded.get(name))
-    ]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
-            "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
-        )
-    fields = picture_fields.read(data.fields)
-    tars = open_tars(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES, fields)
+    """Open a config's VAE moments. If shapes.moments is None, only texts can be read."""
+    path, identity = records.path_of(data), {name: getattr(data, name) for name in (*_CROPS, *SETTINGS)}
+    stored = {**Data._field_defaults, **(found := find_identity(path) or {})}
+    if found:
+        opened = Table(path, os.fspath(path))
+        if outside := [name for name, _ in opened.card["files"] if os.path.basename(name) != name]:
+            raise ValueError(f"the card of {path} names the file {outside[0]!r}: encode the images again")
+        identity, stored = {**identity, **rule(data)}, {**stored, **opened.card["rule"]}
+    else:
+        fields = picture_fields.read(data.fields)
+        opened = open_tars(path, data.text, data.uncaptioned, data.max_broken, _SUFFIXES, fields)
+    columns.check_identity(path, stored, identity, KIND)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
     make = functools.partial(read, shape=(shapes.size, shapes.size), factor=factor, channels=channels)
-    return DecodedPictures(tars, make, data, functools.partial(size_of, factor=factor))
+    return DecodedPictures(opened, make, data, functools.partial(size_of, factor=factor))
+
+
+def rule(data: Data) -> dict[str, Any]:
+    """Return the settings that the rows of a table of moments depend on."""
+    return {"text": data.text, "ranges": list(map(str, picture_fields.read(data.fields)))}
+
+
+def find_identity(path: str | os.PathLike[str]) -> Identity | None:
+    """Return the settings that moments were computed with, or None for tars of another program.
+
+    Raises ValueError if the moments are unfinished or damaged, or an earlier version wrote them.
+    """
+    check_version(folder := files.path(path))
+    if not (folder / columns.CARD).is_file():
+        return None
+    if not (folder / table.CARD).is_file():
+        raise ValueError(f"{path} is unfinished: continue with{KIND.make(path)}")
+    return columns.read_identity(folder, KIND)
+
+
+def check_version(path: pathlib.Path) -> None:
+    """Raise ValueError if an earlier version wrote the moments in a folder, or in a tar."""
+    if ((path if path.is_dir() else path.parent) / _EARLIER).is_file():
+        command = KIND.make("NEW_FOLDER")
+        raise ValueError(f"an earlier version wrote the moments in {path}: encode the images again with{command}")
 
 
 def read(
@@ -107,39 +130,3 @@ def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(moments.transpose(2, 0, 1), np.float32))
     return file.getvalue()
-
-
-def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest in the folder `path`, or beside the tar `path`; None if there is none.
-
-    The manifest holds the settings that the VAE moments were computed with, and "finished", which
-    is False if some moments are missing.
-    """
-    folder = files.path(path)
-    file = (folder if folder.is_dir() else folder.parent) / MANIFEST
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
-def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
-    """Check that the VAE moments at `path` are complete, and were computed as `expected` says.
-
-    `expected` maps names of settings to values. Other settings in the manifest are not compared.
-
-    Moments without a manifest are accepted.
-
-    Raises:
-        ValueError: the moments are incomplete or were computed with other settings.
-    """
-    stored = find_manifest(path)
-    if stored is None:
-        return
-    if different := settings_record.differences({name: stored.get(name) for name in expected}, expected):
-        raise ValueError(
-            f"the moments in {path} were computed with other settings ({different}): set the "
-            "config to the stored settings, or compute moments in a new folder"
-        )
-    if not stored["finished"]:
-        raise ValueError(
-            f"the moments in {path} are incomplete: run the command that wrote them once more; it "
-            "continues where it stopped"
-        )

@@ -17,7 +17,7 @@ from diffusion_jax.data import pipeline, tars, tf_examples
 from diffusion_jax.data.prepare import reshard, validate
 from diffusion_jax.data.sources import arrayrecord, open_pictures, open_records
 from diffusion_jax.devices import sharding
-from diffusion_jax.precache import moment_tars
+from diffusion_jax.precache import moments
 
 NUM, SIZE = 6, 8
 FIELD = "field_score"
@@ -155,8 +155,9 @@ def test_reshard_writes_the_numbers(forms, tmp_path, format):
 def test_stored_moments_have_the_numbers_of_their_images(forms, tmp_path):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
     encode = lambda images: np.repeat(images[:, :4, :4, :1] / np.float32(255), 2, axis=3)
-    assert moment_tars.run(open_pictures(data, SIZE), encode, tmp_path, {}, moment_tars.MomentOptions(4, 2)) == 2
-    data = data._replace(source="moments", path=str(tmp_path), text="txt")
+    options, identity = moments.MomentOptions(4, 2), {"image_size": SIZE}
+    assert moments.run(open_pictures(data, SIZE), encode, tmp_path, identity, options) == NUM
+    data = data._replace(source="moments", path=str(tmp_path))
     run, mesh = Run(steps=1, batch_size=NUM), sharding.make_mesh(1, 1, 1)
     pictures = open_pictures(data, SIZE, moments=(4, 4, 2))
     with pipeline.training_batches(pictures, TOKENIZE, run, data, mesh, "moments") as batches:

@@ -268,6 +268,24 @@ def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
     assert (opened.find(store.keys_of(texts, opened.identity)) >= 0).all()
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_captions_that_change_while_they_are_encoded_are_an_error(edited):
+    _, c = edited
+    job, read = fill.open_job(c), []
+
+    class Changing:
+        def __len__(self):
+            return 3
+
+        def texts(self, rows):
+            read.append(rows)
+            return [f"text {row} of {len(read)}" for row in rows.tolist()]
+
+    job.data = Changing()
+    with pytest.raises(ValueError, match=r"^the captions of the data changed while they were encoded: repeat the com"):
+        fill.run(job, WORK)
+
+
 def test_embeddings_that_are_not_finite_are_an_error_with_the_caption(edited):
     folder, c = edited
     job = fill.open_job(c)
