@@ -26,9 +26,9 @@ _PRIMARIES = {
 """x and y of white, red, green and blue in BT.709, BT.2020 and P3, by their numbers in H.273."""
 _BT709 = (1 / 0.45, 1 / 1.099, 0.099 / 1.099, 1 / 4.5, 0.081)
 _SRGB = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
-_CURVES = {1: _BT709, 4: (2.2, 1, 0, 0, 0), 8: (1, 1, 0, 0, 0), 13: _SRGB, 14: _BT709, 15: _BT709}
+_CURVES = {1: _BT709, 4: (2.2, 1.0, 0.0, 0.0, 0.0), 8: (1.0, 1.0, 0.0, 0.0, 0.0), 13: _SRGB, 14: _BT709, 15: _BT709}
 """ICC's parameters g, a, b, c, d of curves: (a v + b)^g from v = d on, and c v below."""
-_D50 = (0.9642, 1, 0.8249)
+_D50 = (0.9642, 1.0, 0.8249)
 _GAMMA_TOLERANCE = 0.05  # As libpng, which writers of sRGB rely on.
 
 
@@ -136,7 +136,7 @@ def _png_profile(info: Mapping[Any, Any], head: bytes) -> dict[Any, bytes]:
         return {}
     primaries = info.get("chromaticity", ())
     is_valid = primaries and min(primaries) > 0 and max(primaries) < 1
-    return {"icc_profile": _profile(primaries if is_valid else _PRIMARIES[1], (1 / gamma, 1, 0, 0, 0))}
+    return {"icc_profile": _profile(primaries if is_valid else _PRIMARIES[1], (1 / gamma, 1.0, 0.0, 0.0, 0.0))}
 
 
 def _profile(primaries: Sequence[float], curve: Sequence[float]) -> bytes:

@@ -168,10 +168,10 @@ def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(
     write_messages(tmp_path / "a", *messages)
     fields = picture_fields.read(("score=0..10",))
     one, two, numbers = open_files(tmp_path / "a", fields=fields).read([0, 1, 2])
-    assert one.image == b"a" and records.checked_numbers(one, fields) == {"score": 3}
+    assert one.image == b"a" and records.checked_numbers(one.numbers, fields) == {"score": 3}
     assert "broken_record: it holds 2 images instead of one" in str(two.text)
     with pytest.raises(Unusable, match=r"the field score is \[3\.0, 4\.0\]"):
-        records.checked_numbers(numbers, fields)
+        records.checked_numbers(numbers.numbers, fields)
 
 
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
