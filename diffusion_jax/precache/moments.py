@@ -94,6 +94,9 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     left = LeftOut()
     rows = _rows(source, out, items, filled, left)
     table.write(out, rows, left, rule=moments.rule(data), facts=facts)
+    if lost := left.counts["without_moments"]:
+        first = left.first["without_moments"][0]
+        logging.warning("%d images are unusable and have no moments, such as %s", lost, first)
     if not left.counts[PICTURES]:
         raise ValueError(f"no image can be encoded ({source.skipped()}): check the files that are named in the log")
     return left.counts[PICTURES]
@@ -241,3 +244,5 @@ def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled
             left.add(PICTURES, (), 1)
             image = Place(filled.names[int(file)], begin, length, reading.BYTES)
             yield row._replace(image=image, mask=None)
+        else:
+            left.add("without_moments", [row.name])

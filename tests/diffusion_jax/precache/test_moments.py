@@ -109,12 +109,16 @@ def test_one_picture_added_to_a_tar_is_the_only_one_that_is_encoded(folder, tmp_
     assert [text for text, _ in stored(out)] == [f"caption {n}" for n in (0, 4, 1, 2, 3)]
 
 
-def test_removed_and_unreadable_pictures_have_no_row(folder, tmp_path):
+def test_removed_and_unreadable_pictures_have_no_row(folder, tmp_path, caplog):
     out = tmp_path / "out"
     (folder / "2.png").write_bytes(b"no picture")
     (folder / "3.txt").write_bytes(b"\xff")
     assert run(folder, out, max_broken=1.0) == [0, 1, 4]
     assert stored(out) == [("caption 0", 0), ("caption 1", 10), ("caption 4", 40)]
+    caplog.clear()
+    assert run(folder, out, max_broken=1.0) == []
+    assert "1 images are unusable and have no moments, such as 2.png" in caplog.text
+    assert ("left out", "1 without_moments: 2.png") in opened(out).inventory().rows()
     (folder / "1.png").unlink()
     (folder / "3.txt").write_text("caption 3")
     assert run(folder, out, max_broken=1.0, uncaptioned="drop") == [3]
