@@ -42,7 +42,7 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     if found:
         opened = Table(path, os.fspath(path))
         chunks = [opened.path(name) for name, _ in opened.card["files"]]
-        opened = home.of_run(opened, home.Source(path, chunks, opened.card["rule"], iter, LeftOut(), {}))
+        opened = home.of_run(opened, home.Source(path, chunks, opened.card["rule"], lambda _: iter(()), LeftOut(), {}))
         if outside := [name for name, _ in opened.card["files"] if os.path.basename(name) != name]:
             raise ValueError(f"the card of {path} names the file {outside[0]!r}: encode the images again")
         identity, stored = {**identity, **rule(data)}, {**stored, **opened.card["rule"]}
