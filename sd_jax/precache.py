@@ -64,7 +64,9 @@ def main() -> None:
         out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
         work = MomentOptions(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
-        logging.info("%d pictures have moments in %s", encode(s, out, work), out)
+        number = encode(s, out, work)
+        if not args.dry_run:
+            logging.info("%d pictures have moments in %s", number, out)
 
 
 def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:

@@ -132,12 +132,20 @@ def open_table(source: Source) -> Table:
         ValueError: a file cannot be read; see the importers.
         OSError: a file is missing.
     """
-    name, run = _digest(json.dumps(source.rule, sort_keys=True)), _RUN.get()
-    found = _newest(source, name)
-    found = run.choose(name, found, source) if run and found.home else found
+    found = of_run(_newest(source, _name(source)), source)
     for warning in found.card["facts"].get("warnings", ()):
         logging.warning("%s", warning)
     return found
+
+
+def of_run(found: Table, source: Source) -> Table:
+    """Return the table that this context's run reads: `found`, or its own one if the data grew."""
+    run, is_local = _RUN.get(), found.home and not files.store_path(found.home)
+    return run.choose(_name(source), found, source) if run and is_local else found
+
+
+def _name(source: Source) -> str:
+    return _digest(json.dumps(source.rule, sort_keys=True))
 
 
 def _newest(source: Source, name: str) -> Table:

@@ -10,6 +10,7 @@ image: its place, and the stamp of its file. So an image is read again only if i
 and encoded again only if its contents change.
 """
 
+import contextvars
 import functools
 import hashlib
 import os
@@ -21,7 +22,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8
 
-from diffusion_jax.config import picture_fields, settings
+from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, columns, engines, fingerprints, reading, sources, storage, table
 from diffusion_jax.data.aspect_buckets import Buckets
@@ -92,9 +93,10 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     facts = {"data": {name: getattr(data, name) for name in _SOURCE}, "digests": fingerprints.digests(source)}
     left = LeftOut()
     rows = _rows(source, out, items, filled, left)
-    names = [field.name for field in picture_fields.read(data.fields)]
-    rule = {**moments.rule(data), "fields": names}
-    table.write(out, rows, left, rule=rule, facts=facts)
+    table.write(out, rows, left, rule=moments.rule(data), facts=facts)
+    if lost := left.counts["without_moments"]:
+        first = left.first["without_moments"][0]
+        logging.warning("%d images are unusable and have no moments, such as %s", lost, first)
     if not left.counts[PICTURES]:
         raise ValueError(f"no image can be encoded ({source.skipped()}): check the files that are named in the log")
     return left.counts[PICTURES]
@@ -108,7 +110,9 @@ def check_originals(path: str | os.PathLike[str]) -> None:
     """
     facts = table.Table(path, os.fspath(path)).card["facts"]
     try:
-        source = sources.open_pictures(settings.read(Data, facts["data"], "data"), size=64)
+        data = settings.read(Data, facts["data"], "data")
+        # Outside of a run's context, in which a table of images that grew is opened as it was.
+        source = contextvars.Context().run(sources.open_pictures, data, size=64)
     except OSError:
         return
     except ValueError as error:
@@ -117,10 +121,10 @@ def check_originals(path: str | os.PathLike[str]) -> None:
     digests = fingerprints.digests(source)
     if changed := [name for name, value in digests.items() if facts["digests"].get(name) != value]:
         logging.warning(
-            "the images of the moments in %s have changed: %s is another one; encode the changes "
-            "with the same sd_jax.precache command",
+            "the images of the moments in %s have changed (%s): encode the changes with the same "
+            "sd_jax.precache command",
             path,
-            " and ".join(changed),
+            ", ".join(changed),
         )
 
 
@@ -240,3 +244,5 @@ def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled
             left.add(PICTURES, (), 1)
             image = Place(filled.names[int(file)], begin, length, reading.BYTES)
             yield row._replace(image=image, mask=None)
+        else:
+            left.add("without_moments", [row.name])

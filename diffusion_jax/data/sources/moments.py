@@ -17,10 +17,11 @@ from jaxtyping import Float
 
 from diffusion_jax import files
 from diffusion_jax.config import picture_fields
-from diffusion_jax.config.settings import Data
-from diffusion_jax.data import columns, records, table
+from diffusion_jax.config.settings import MOMENTS, Data
+from diffusion_jax.data import columns, home, records, table
 from diffusion_jax.data.columns import Identity
 from diffusion_jax.data.decoding import Unusable
+from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.data.table import Table
@@ -40,6 +41,8 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     stored = {**Data._field_defaults, **(found := find_identity(path) or {})}
     if found:
         opened = Table(path, os.fspath(path))
+        chunks = [opened.path(name) for name, _ in opened.card["files"]]
+        opened = home.of_run(opened, home.Source(path, chunks, opened.card["rule"], lambda _: iter(()), LeftOut(), {}))
         if outside := [name for name, _ in opened.card["files"] if os.path.basename(name) != name]:
             raise ValueError(f"the card of {path} names the file {outside[0]!r}: encode the images again")
         identity, stored = {**identity, **rule(data)}, {**stored, **opened.card["rule"]}
@@ -55,7 +58,7 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
 
 def rule(data: Data) -> dict[str, Any]:
     """Return the settings that the rows of a table of moments depend on."""
-    return {"text": data.text, "ranges": list(map(str, picture_fields.read(data.fields)))}
+    return home.rule(MOMENTS, data.text, picture_fields.read(data.fields))
 
 
 def find_identity(path: str | os.PathLike[str]) -> Identity | None:

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import engines, tars
+from diffusion_jax.data import engines, guess, home, tars
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments as read_moments
-from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.sources import open_pictures, open_records
 from diffusion_jax.files.safetensors_files import map_safetensors
 from diffusion_jax.precache import moments
 from diffusion_jax.precache.moments import MomentOptions
@@ -109,12 +109,16 @@ def test_one_picture_added_to_a_tar_is_the_only_one_that_is_encoded(folder, tmp_
     assert [text for text, _ in stored(out)] == [f"caption {n}" for n in (0, 4, 1, 2, 3)]
 
 
-def test_removed_and_unreadable_pictures_have_no_row(folder, tmp_path):
+def test_removed_and_unreadable_pictures_have_no_row(folder, tmp_path, caplog):
     out = tmp_path / "out"
     (folder / "2.png").write_bytes(b"no picture")
     (folder / "3.txt").write_bytes(b"\xff")
     assert run(folder, out, max_broken=1.0) == [0, 1, 4]
     assert stored(out) == [("caption 0", 0), ("caption 1", 10), ("caption 4", 40)]
+    caplog.clear()
+    assert run(folder, out, max_broken=1.0) == []
+    assert "1 images are unusable and have no moments, such as 2.png" in caplog.text
+    assert ("left out", "1 without_moments: 2.png") in opened(out).inventory().rows()
     (folder / "1.png").unlink()
     (folder / "3.txt").write_text("caption 3")
     assert run(folder, out, max_broken=1.0, uncaptioned="drop") == [3]
@@ -280,9 +284,37 @@ def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, 
     with caplog.at_level(logging.WARNING):
         moments.check_originals(out)
     assert (
-        f"the images of the moments in {out} have changed: the number of pictures and the digest of the pictures' "
-        "names and the digest of the texts and of the files' sizes is another one; encode the changes with"
+        f"the images of the moments in {out} have changed (the number of pictures, the digest of the pictures' "
+        "names, the digest of the texts and of the files' sizes): encode the changes with"
     ) in caplog.text
+
+
+def test_a_run_goes_on_with_its_own_moments_when_others_come(folder, tmp_path, caplog):
+    out = tmp_path / "out"
+
+    def of_run(begun):
+        """Return what a run in `tmp_path` reads, and what is logged when it opens the moments."""
+        caplog.clear()
+        with caplog.at_level(logging.INFO), home.tables_of(tmp_path, begun) as tables:
+            moments.check_originals(out)
+            values, _ = (pictures := opened(out)).read(np.arange(len(pictures)))
+        tables.write()
+        return values[:, 0, 0, 0].tolist(), caplog.messages
+
+    run(folder, out)
+    assert of_run(begun=False) == ([0, 10, 20, 30, 40], [])
+    write_picture(folder, 25, 90)  # In the middle of the order of names.
+    run(folder, out)
+    came = f"1 pictures came to {out} after this run began, which goes on with its 5; a new run with --continue_from"
+    values, messages = of_run(begun=True)
+    assert values == [0, 10, 20, 30, 40] and [text[: len(came)] for text in messages] == [came]
+    assert of_run(begun=False) == ([0, 10, 20, 90, 30, 40], [])
+
+
+def test_show_says_that_a_folder_of_moments_has_no_image_files(folder, tmp_path):
+    run(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="the data source 'moments' has no image files"):
+        open_records(guess.guess(str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +324,10 @@ def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, 
         ({"crop": "random"}, "crop: 'center' stored, 'random' requested"),
         ({"resize": 16}, "resize: 8 stored, 16 requested"),
         ({"max_aspect": 2.0}, "max_aspect: 0.0 stored, 2.0 requested"),
-        ({"fields": ("score=0..1",)}, "ranges: [] stored, ['score=0.0..1.0'] requested"),
+        (
+            {"fields": ("score=0..1",)},
+            "fields: [] stored, ['score'] requested; ranges: [] stored, ['score=0.0..1.0'] requested",
+        ),
     ],
     ids=str,
 )
