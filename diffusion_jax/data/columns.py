@@ -44,6 +44,7 @@ from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.files import settings_record, sorted_tables, untrusted
 from diffusion_jax.files.safetensors_files import map_safetensors, open_safetensors
 from diffusion_jax.files.sorted_tables import KEY, KEY_SIZE
+from diffusion_jax.logs import progress
 
 CARD = "column.json"
 INDEX = "index.safetensors"
@@ -241,7 +242,8 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
         present = {name for name, sound in zip(present, whole, strict=True) if sound}
     kept = [name for name in listed if name in present]
     if len(kept) < len(listed):
-        logging.warning("%d chunks of %s are missing or damaged: computing them again", len(listed) - len(kept), path)
+        lost = progress.counted(len(listed) - len(kept), "chunk")
+        logging.warning("missing or damaged: %s of %s, computed again", lost, path)
     _, first = np.unique(items["key"], return_index=True)
     new = items[np.sort(first)]
     new = new[~np.isin(new["key"], joined(open_safetensors(path / name) for name in kept))]

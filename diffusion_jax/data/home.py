@@ -35,6 +35,7 @@ from diffusion_jax.data import storage, table, tars
 from diffusion_jax.data.inventory import LeftOut
 from diffusion_jax.data.table import Row, Table
 from diffusion_jax.files import untrusted
+from diffusion_jax.logs import progress
 
 RUN = "data.json"
 """The file in a workdir that holds the ids of the tables that the run reads."""
@@ -332,9 +333,8 @@ def _check_grown(own: Table, found: Table, source: Source) -> None:
         )
     came = len(found) - len(own)
     logging.info(
-        "%d pictures came to %s after this run began, which goes on with its %d; a new run with "
-        "--continue_from also uses them",
-        max(came, came + len(own.bare()) - len(found.bare())),
+        "%s came to %s after this run began, which goes on with its %d; a new run with --continue_from also uses them",
+        progress.counted(max(came, came + len(own.bare()) - len(found.bare())), "picture"),
         source.root,
         len(own),
     )

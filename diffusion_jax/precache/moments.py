@@ -36,6 +36,7 @@ from diffusion_jax.data.table import Row
 from diffusion_jax.devices import programs
 from diffusion_jax.files.safetensors_files import offset_of
 from diffusion_jax.files.sorted_tables import KEY_SIZE
+from diffusion_jax.logs import progress
 
 IMAGES = "images"
 _SOURCE = ("source", "path", "text", "uncaptioned", "prior", "fields", "max_broken")
@@ -96,7 +97,7 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     table.write(out, rows, left, rule=moments.rule(data), facts=facts)
     if lost := left.counts["without_moments"]:
         first = left.first["without_moments"][0]
-        logging.warning("%d images are unusable and have no moments, such as %s", lost, first)
+        logging.warning("no moments of %s, which cannot be used, such as %s", progress.counted(lost, "image"), first)
     if not left.counts[PICTURES]:
         raise ValueError(f"no image can be encoded ({source.skipped()}): check the files that are named in the log")
     return left.counts[PICTURES]

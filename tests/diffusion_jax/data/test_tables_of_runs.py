@@ -51,7 +51,7 @@ def test_a_run_goes_on_with_its_own_pictures_when_others_get_captions(folder, ca
     (folder / "d.txt").unlink()
     assert names_of_run(folder, begun=False) == ["b.png", "e.png"]
     write(folder, "d", "new")
-    assert names_of_run(folder) == ["b.png", "e.png"] and "1 pictures came to" in caplog.text
+    assert names_of_run(folder) == ["b.png", "e.png"] and "1 picture came to" in caplog.text
     assert len(open_folder(folder)) == 3
 
 

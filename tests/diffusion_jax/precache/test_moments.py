@@ -117,7 +117,7 @@ def test_removed_and_unreadable_pictures_have_no_row(folder, tmp_path, caplog):
     assert stored(out) == [("caption 0", 0), ("caption 1", 10), ("caption 4", 40)]
     caplog.clear()
     assert run(folder, out, max_broken=1.0) == []
-    assert "1 images are unusable and have no moments, such as 2.png" in caplog.text
+    assert "no moments of 1 image, which cannot be used, such as 2.png" in caplog.text
     assert ("left out", "1 without_moments: 2.png") in opened(out).inventory().rows()
     (folder / "1.png").unlink()
     (folder / "3.txt").write_text("caption 3")
@@ -305,7 +305,7 @@ def test_a_run_goes_on_with_its_own_moments_when_others_come(folder, tmp_path, c
     assert of_run(begun=False) == ([0, 10, 20, 30, 40], [])
     write_picture(folder, 25, 90)  # In the middle of the order of names.
     run(folder, out)
-    came = f"1 pictures came to {out} after this run began, which goes on with its 5; a new run with --continue_from"
+    came = f"1 picture came to {out} after this run began, which goes on with its 5; a new run with --continue_from"
     values, messages = of_run(begun=True)
     assert values == [0, 10, 20, 30, 40] and [text[: len(came)] for text in messages] == [came]
     assert of_run(begun=False) == ([0, 10, 20, 90, 30, 40], [])
