@@ -286,7 +286,9 @@ def checksum(key: np.ndarray, rows: Mapping[str, np.ndarray]) -> int:
 
 
 def write_chunk(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], values: Computed) -> None:
-    """Write a chunk of a column, unless it exists."""
+    """Write a chunk of a column, unless it exists. Raises ValueError if there is not one value per key."""
+    if len(values.lengths) != len(keys):
+        raise ValueError(f"the data changed while {path} was filled: run the command again")
     target = path / _name(keys)
     raw = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, KEY_SIZE)
     first = np.concatenate([[0], np.cumsum(values.lengths)]).astype(np.int64)

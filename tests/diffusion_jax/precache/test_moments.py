@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import engines, guess, home, tars
+from diffusion_jax.data import columns, engines, guess, home, tars
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments as read_moments
@@ -376,3 +376,11 @@ def test_texts_that_are_no_captions_are_an_error(tmp_path):
 
     with pytest.raises(ValueError, match=r"the caption of picture 0 is ndarray, not text: set data\.text"):
         moments.run(Embedded(), encode_red, tmp_path, IDENTITY, TWO)
+
+
+def test_a_chunk_with_a_value_too_few_is_not_written(tmp_path):
+    keys = np.arange(6, dtype=np.uint64).view(columns.KEY)
+    values = columns.Computed(np.ones(2, np.int64), {"npy": np.zeros(2, np.uint8)})
+    with pytest.raises(ValueError, match=f"the data changed while {tmp_path} was filled: run the command again"):
+        columns.write_chunk(tmp_path, keys, values)
+    assert not list(tmp_path.iterdir())
