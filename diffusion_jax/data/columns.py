@@ -286,7 +286,10 @@ def checksum(key: np.ndarray, rows: Mapping[str, np.ndarray]) -> int:
 
 
 def write_chunk(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], values: Computed) -> None:
-    """Write a chunk of a column, unless it exists. Raises ValueError if there is not one value per key."""
+    """Write a chunk of a column, unless it exists.
+
+    Raises ValueError if there is not one value for each key.
+    """
     if len(values.lengths) != len(keys):
         raise ValueError(f"the data changed while {path} was filled: run the command again")
     target = path / _name(keys)
