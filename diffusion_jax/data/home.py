@@ -297,8 +297,10 @@ def _used(path: pathlib.Path) -> list[str]:
     If it no longer reads this table, delete the file and return [].
     """
     with contextlib.suppress(Exception):  # A damaged file can raise anything.
-        run, id = json.loads(path.read_bytes())
-        if any(id in ids for ids in json.loads(files.path(run).read_bytes()).values()):
+        name, id = untrusted.parse_json(path.read_text())
+        # Data from elsewhere may bring such a file, which must not make us open a pipe or a device.
+        run = files.path(name)
+        if run.name == RUN and run.is_file() and any(id in of for of in untrusted.parse_json(run.read_text()).values()):
             return [id]
     path.unlink(missing_ok=True)
     return []

@@ -123,6 +123,16 @@ def test_the_table_of_a_run_is_kept_as_long_as_its_workdir(folder):
     assert len(list(home_of_data.glob("card-*.json"))) == 3 and not list(home_of_data.glob("run-*"))
 
 
+def test_a_file_that_is_no_run_s_keeps_no_table(folder):
+    table, other = open_folder(folder), folder.parent / "other.json"
+    other.write_text(json.dumps({"x": [table.id()]}))
+    (files.path(table.home) / "run-0.json").write_text(json.dumps([str(other), table.id()]))
+    for number in range(3):
+        write(folder, f"f{number}", "new")
+        open_folder(folder)
+    assert len(list(files.path(table.home).glob("card-*.json"))) == 3 and other.exists()
+
+
 def test_only_the_last_tables_are_kept_with_their_files(folder):
     for number in range(5):
         write(folder, f"f{number}", "new")
