@@ -32,6 +32,7 @@ from diffusion_jax import cli, files
 from diffusion_jax.data import aspect_buckets, engines, sources
 from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
+from diffusion_jax.logs import progress
 from diffusion_jax.precache import moments
 from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
@@ -66,7 +67,7 @@ def main() -> None:
         work = MomentOptions(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
         number = encode(s, out, work)
         if not args.dry_run:
-            logging.info("%d pictures have moments in %s", number, out)
+            logging.info("wrote the moments of %s to %s", progress.counted(number, "picture"), out)
 
 
 def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:

@@ -99,6 +99,8 @@ class Work(NamedTuple):
     engine: Engine = ALONE
     verify: bool = False
     """Whether to compare all checksums, and to compute damaged chunks again."""
+    doing: str = "encoding"
+    """What happens to the items, in progress lines."""
 
 
 class Filled(NamedTuple):
@@ -257,7 +259,7 @@ def fill(path: pathlib.Path, items: Shaped[np.ndarray, "N"], work: Work) -> Fill
         lambda chunk: path / names[chunk],
         stage.write,
         noun=work.noun,
-        name="encoding",
+        name=work.doing,
         size=lambda chunk: min(work.size, len(new) - chunk * work.size),
         read=stage.read,
     )

@@ -140,7 +140,9 @@ def _items(source: Pictures, out: pathlib.Path, work: MomentOptions) -> Shaped[n
     items, path = np.concatenate(parts), out / IMAGES
     if has_files:
         columns.start(path, {}, moments.KIND)
-        how = columns.Work(functools.partial(_hashes, source), _hashed, _READ, "images", work.engine, work.verify)
+        how = columns.Work(
+            functools.partial(_hashes, source), _hashed, _READ, "images", work.engine, work.verify, "reading"
+        )
         chunks = columns.fill(path, items, how).chunks
         items["key"] = columns.joined(chunks, "hash")[columns.places_of(items["key"], chunks)]
     return items
