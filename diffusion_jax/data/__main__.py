@@ -16,9 +16,10 @@ import numpy as np
 from absl import flags, logging
 
 from diffusion_jax import cli, files
-from diffusion_jax.config.settings import Data
+from diffusion_jax.config.settings import MOMENTS, Data
 from diffusion_jax.data import attach, guess, home, show, sources
 from diffusion_jax.data.records import Records
+from diffusion_jax.data.sources import moments
 from diffusion_jax.data.table import CARD, Table
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     with cli.bad_input():
         data = _data(args)
-        records = sources.open_records(data)
+        can_be_moments = args.command == "show" and data.source == MOMENTS
+        records = moments.open_table(data) if can_be_moments else sources.open_records(data)
         args.run(args, data, records)
         doubts = show.doubts(records)
         for line in doubts:

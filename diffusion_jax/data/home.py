@@ -88,18 +88,19 @@ class Tables:
 
         Raises ValueError if files of its own table are missing.
         """
-        used, number = self._used.get(name, []), len(self._ids[name])
-        own = found
+        used, number, own = self._used.get(name, []), len(self._ids[name]), found
+        can_be_pruned = found.home and not files.store_path(found.home)
         if found.home and number < len(used) and used[number] != found.id():
             card = table.card_of(used[number])
             own = _open(found.home, source, None, card)
-            with contextlib.suppress(OSError):
-                os.utime(found.home / card)  # So that later imports keep it.
+            if can_be_pruned:
+                with contextlib.suppress(OSError):
+                    os.utime(found.home / card)  # So that later imports keep it.
         if own is not None and not same_rows(own, found):
             _check_grown(own, found, source)
             found = own
         self._ids[name].append(found.id())
-        if found.home:
+        if can_be_pruned:
             self._homes.append((found.home, found.id()))
         return found
 
@@ -141,8 +142,8 @@ def open_table(source: Source) -> Table:
 
 def of_run(found: Table, source: Source) -> Table:
     """Return the table that this context's run reads: `found`, or its own one if the data grew."""
-    run, is_local = _RUN.get(), found.home and not files.store_path(found.home)
-    return run.choose(_name(source), found, source) if run and is_local else found
+    run = _RUN.get()
+    return run.choose(_name(source), found, source) if run and found.home else found
 
 
 def _name(source: Source) -> str:

@@ -19,8 +19,11 @@ from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
+from diffusion_jax.data.rows import READERS
 from diffusion_jax.files import untrusted
 
+_FACTS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "features.json", "state.json")
+"""Files in which TFDS and Hugging Face's datasets describe the records beside them."""
 KNOWN = (
     "txt",
     "caption",
@@ -146,6 +149,28 @@ def other_kind(suffix: str, texts: Collection[str]) -> str:
     if suffix in texts or last in texts:
         return "no_picture"
     return COMPANIONS if last in KNOWN else "format"
+
+
+def beside(name: str, kind: str) -> str:
+    """Return the inventory's kind of a file beside the files that hold the records.
+
+    It is `kind` if the file is a picture or a table, which may have been meant to be read.
+    """
+    suffix = os.path.splitext(name.lower())[1]
+    is_read = suffix in READERS or suffix[1:] in untrusted.image_suffixes()
+    return kind if is_read else other_kind(suffix[1:], ())
+
+
+def count_beside(folder: str, own: Sequence[str], inventory: Inventory) -> list[str]:
+    """List a folder of files of records: add the other files to the inventory, and return the rest.
+
+    `own` holds what the names of the data set's files contain, such as ".array_record".
+    """
+    names = storage.walk(folder, inventory)
+    found = [name for name in names if any(part in os.path.basename(name) for part in (*own, *_FACTS))]
+    for name in sorted({*names} - {*found}):
+        inventory.add(beside(name, "beside_records"), [name])
+    return [name for name in found if os.path.basename(name) not in _FACTS]
 
 
 def key_of(name: str) -> int:

@@ -214,7 +214,7 @@ def _unread(table: Table) -> Iterable[str]:
     left = collections.defaultdict[str, list[str]](list)
     for name, reason in table.left():
         left[reason].append(name)
-    tables = [*left["beside_tars"], *table.card["facts"].get("unused_tables", ())][:_LOOKED]
+    tables = [*left["beside_tars"], *left["beside_records"], *table.card["facts"].get("unused_tables", ())][:_LOOKED]
     found = left["table_without_file_name"]
     for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
@@ -222,7 +222,9 @@ def _unread(table: Table) -> Iterable[str]:
             if guess.names_pictures(files.path(path), pictures) or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
     advice = "give it the columns file_name and caption, and name them in data.text, as in csv:caption"
-    if table.card["rule"].get("source") == "webdataset":
+    if (source := table.card["rule"].get("source")) not in ("folder", "webdataset"):
+        advice = "captions must be in the records: write the data set again with them"
+    if source == "webdataset":
         advice = "captions of tars must be in the tars; or unpack the tars into its folder, and read that folder"
     if found:
         yield f"files that may hold captions, but are not read: {len(found):,}, such as {found[0]}: {advice}"

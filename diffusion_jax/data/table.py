@@ -125,8 +125,7 @@ class Table(Records):
         if "without" in self.card:
             self._without = mapped.open_columns(home, self.card["without"])["row"]
         self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
-        self.beside: Sequence[tuple[str, str]] = ()
-        """(name, reason) of more files that are no rows, which may change without the rows."""
+        self._beside: Sequence[tuple[str, str]] = ()
         self.prefix = ""
         """What the names of all rows begin with, if it is not the file that holds them."""
         self._rows: np.ndarray | None = None  # The rows of a view.
@@ -295,7 +294,13 @@ class Table(Records):
     def _named_left(self) -> Iterator[tuple[str, str]]:
         for name, reason in zip(self._left["name"], self._left["reason"], strict=True):
             yield os.fsdecode(name), reason.decode()
-        yield from self.beside
+        yield from self._beside
+
+    def add_beside(self, inventory: LeftOut) -> None:
+        """Also name and count these files, which are no rows and may change without the rows."""
+        whole = self.inventory()
+        whole.update(inventory)
+        self.card["inventory"], self._beside = whole.saved(), inventory.take()
 
     def inventory(self) -> Inventory:
         """Return the files that were used and left out, and the pictures that a view leaves out."""

@@ -34,7 +34,6 @@ from diffusion_jax.data import records, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory, LeftOut
 from diffusion_jax.data.records import check_exists, suffix_of
-from diffusion_jax.data.rows import READERS
 from diffusion_jax.files import untrusted
 from diffusion_jax.files.user_cache import user_cache
 
@@ -419,11 +418,10 @@ def _count_others(names: list[str], tars: list[str], inventory: Inventory) -> No
     stems = {tar[: -len(".tar")] for tar in tars}
     own = {*tars, *(f"{tar}.index.npz" for tar in tars)}
     for name in (name for name in names if name not in own and os.path.basename(name) not in _OWN):
-        stem, suffix = os.path.splitext(name.lower())
-        is_read = suffix in READERS or suffix[1:] in untrusted.image_suffixes()
+        stem, suffix = os.path.splitext(name)
         # img2dataset writes NAME.parquet and NAME_stats.json about NAME.tar.
-        is_about = name[: len(stem)].removesuffix("_stats") in stems
-        kind = "beside_tars" if is_read and not is_about else records.other_kind(suffix[1:], ())
+        is_about = stem.removesuffix("_stats") in stems
+        kind = records.other_kind(suffix[1:].lower(), ()) if is_about else records.beside(name, "beside_tars")
         inventory.add(kind, [name])
 
 

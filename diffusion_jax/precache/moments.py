@@ -98,8 +98,6 @@ def run(source: Pictures, encode: EncodeImages, out: pathlib.Path, identity: Ide
     if lost := left.counts["without_moments"]:
         first = left.first["without_moments"][0]
         logging.warning("no moments of %s, which cannot be used, such as %s", progress.counted(lost, "image"), first)
-    if not left.counts[PICTURES]:
-        raise ValueError(f"no image can be encoded ({source.skipped()}): check the files that are named in the log")
     return left.counts[PICTURES]
 
 
@@ -235,7 +233,10 @@ class _Stage(NamedTuple):
 
 
 def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled, left: LeftOut) -> Iterator[Row]:
-    """Yield the rows of the pictures that have moments, and count them in `left`."""
+    """Yield the rows of the pictures that have moments, and count them in `left`.
+
+    Raises ValueError if there are none.
+    """
     spans = [np.zeros((0, 3), np.int64)]
     for number, (name, chunk) in enumerate(zip(filled.names, filled.chunks, strict=True)):
         first = offset_of(out / name, "npy") + chunk["first"]
@@ -249,3 +250,6 @@ def _rows(source: Pictures, out: pathlib.Path, items: np.ndarray, filled: Filled
             yield row._replace(image=image, mask=None)
         else:
             left.add("without_moments", [row.name])
+    if not left.counts[PICTURES]:
+        reasons = source.skipped() or "as an earlier run found"
+        raise ValueError(f"no image can be encoded ({reasons}): check the files that are named in the log")

@@ -16,7 +16,7 @@ def tags(folder: pathlib.Path) -> set[str]:
 def points(folder: pathlib.Path, tag: str) -> list[tuple[int, Any]]:
     """Return (step, value) for each point by step. Images have the value [width, height, PNG, ...].
 
-    TensorBoard reads files by name: two that one process opens within a second may be in either order.
+    TensorBoard reads files by name. Two that one process opens within a second may have any order.
     """
     values = sorted(_read(folder).Tensors(tag), key=lambda value: value.step)
     return [(value.step, tensor_util.make_ndarray(value.tensor_proto).tolist()) for value in values]

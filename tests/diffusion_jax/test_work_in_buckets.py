@@ -13,7 +13,7 @@ import pytest
 from diffusion_jax import files
 from diffusion_jax.config.settings import Data, Text
 from diffusion_jax.data import __main__ as data_command
-from diffusion_jax.data import sources, tars
+from diffusion_jax.data import home, sources, tars
 from diffusion_jax.data.prepare import fetch, index, reshard, validate
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.data.sources.webdataset import open_tars
@@ -22,7 +22,7 @@ from diffusion_jax.files import remote
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed
 from tests import emulators
-from tests.diffusion_jax.precache import test_precache
+from tests.diffusion_jax.precache import test_moments, test_precache
 from tests.diffusion_jax.text import tiny_weights
 
 pytestmark = [pytest.mark.xdist_group("stores"), pytest.mark.slow, pytest.mark.gate]
@@ -144,3 +144,21 @@ def test_a_table_in_a_bucket_joins_pictures_and_embeddings_in_the_bucket(bucket,
     data_command.main(["attach", f"webdataset:{bucket}/images", *flags])
     records = sources.open_records(Data("webdataset", f"{bucket}/table", "t5.npy"))
     assert [(record.image, record.text[0, 0]) for record in records.read(range(2))] == [(b"0", 0), (b"1", 1)]
+
+
+def test_a_run_goes_on_with_its_own_moments_in_a_bucket(bucket, tmp_path):
+    def of_run(begun):
+        with home.tables_of(tmp_path / "run", begun) as tables:
+            values, _ = (pictures := test_moments.opened(bucket)).read(np.arange(len(pictures)))
+        tables.write()
+        return values[:, 0, 0, 0].tolist()
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "run").mkdir()
+    for number in range(3):
+        test_moments.write_picture(tmp_path / "a", number, 10 * number)
+    test_moments.run(tmp_path / "a", bucket)
+    assert of_run(begun=False) == [0, 10, 20]
+    test_moments.write_picture(tmp_path / "a", 11, 90)  # In the middle of the order of names.
+    test_moments.run(tmp_path / "a", bucket)
+    assert of_run(begun=True) == [0, 10, 20] and of_run(begun=False) == [0, 10, 90, 20]

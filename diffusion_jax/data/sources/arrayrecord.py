@@ -53,7 +53,8 @@ def open_files(path: str | os.PathLike[str], text: str = "txt", fields: Sequence
         ValueError: a file is damaged, or the first record lacks an image or the text.
     """
     records.check_places(fields, ("json",))
-    texts, paths, images = captions.alternatives(text), _find(os.fspath(path)), _images()
+    beside = LeftOut()
+    texts, paths, images = captions.alternatives(text), _find(os.fspath(path), beside), _images()
     rule = home.rule("arrayrecord", text, fields, images=images)
 
     def rows(inventory: LeftOut) -> Iterator[Row]:
@@ -69,7 +70,9 @@ def open_files(path: str | os.PathLike[str], text: str = "txt", fields: Sequence
         inventory.add(PICTURES, (), number)
 
     root = os.path.commonpath([os.path.dirname(name) for name in paths])
-    return home.open_table(home.Source(root, paths, rule, rows, LeftOut(), {}))
+    table = home.open_table(home.Source(root, paths, rule, rows, LeftOut(), {}))
+    table.add_beside(beside)
+    return table
 
 
 def _check_first(message: bytes | None, name: str, texts: Sequence[tuple[str, float]], images: Sequence[str]) -> None:
@@ -179,7 +182,7 @@ def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]])
                 writer.write(tf_examples.encode(features))
 
 
-def _find(path: str) -> list[str]:
+def _find(path: str, inventory: LeftOut) -> list[str]:
     paths = tars.expand(path)
     if storage.is_url(paths[0]):
         raise ValueError(
@@ -188,10 +191,9 @@ def _find(path: str) -> list[str]:
         )
     records.check_exists(paths, "arrayrecord")
     if len(paths) == 1 and storage.is_folder(paths[0]):
-        folder = paths[0]
+        folder = str(pathlib.Path(paths[0]))
         # TFDS's names are like train.array_record-00000-of-00010; hidden files are incomplete.
-        paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")
-        paths = sorted(str(path) for path in paths if path.is_file())
+        paths = records.count_beside(folder, [SUFFIX], inventory)
         if not paths:
             raise ValueError(f"no {SUFFIX} files in {folder}: check the path")
         storage.warn_of_missing_shards(paths)

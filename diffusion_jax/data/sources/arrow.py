@@ -46,7 +46,10 @@ def open_any(data: Data, _: TaskShapes) -> Table:
     paths = list(dict.fromkeys(file["filename"] for file in opened.cache_files))
     columns = Columns(path, data.text, data.uncaptioned, picture_fields.read(data.fields))
     rule = {"source": "huggingface", "split": split}
-    return columns.open(os.path.dirname(paths[0]), paths, rule, lambda: _loaded(opened))
+    beside = LeftOut()
+    if opened.info.builder_name == "parquet" and os.path.isdir(place):
+        records.count_beside(place, [".parquet"], beside)
+    return columns.open(os.path.dirname(paths[0]), paths, rule, lambda: _loaded(opened), beside)
 
 
 def open_saved(
@@ -83,7 +86,8 @@ def open_saved(
         )
     columns = Columns(os.fspath(path), text, uncaptioned, fields)
     batches = functools.partial(_saved, root / split, paths)
-    return columns.open(str(root / split), list(map(str, paths)), {"source": "arrow"}, batches)
+    records.count_beside(str(root), [".arrow"], beside := LeftOut())
+    return columns.open(str(root / split), list(map(str, paths)), {"source": "arrow"}, batches, beside)
 
 
 class Columns(NamedTuple):
@@ -99,13 +103,17 @@ class Columns(NamedTuple):
     uncaptioned: str = "error"
     fields: Sequence[Field] = ()
 
-    def open(self, root: str, paths: Sequence[str], rule: dict[str, Any], batches: Any) -> Table:
-        """Open the table of the data set in these files, which batches() reads; see `rows`."""
+    def open(self, root: str, paths: Sequence[str], rule: dict[str, Any], batches: Any, beside: LeftOut) -> Table:
+        """Open the table of the data set in these files, which batches() reads; see `rows`.
+
+        `beside` holds the other files beside them.
+        """
         records.check_places(self.fields, ())
         rule = home.rule(text=self.text, fields=self.fields, uncaptioned=self.uncaptioned == "empty", **rule)
         read = lambda inventory: self.rows(batches(), root, inventory)
         table = home.open_table(home.Source(root, paths, rule, read, LeftOut(), {}))
         table.prefix = f"{self.name}, "
+        table.add_beside(beside)
         (first,) = table.places([0])
         if first.kind == reading.FILE and not os.path.exists(first.file):
             raise FileNotFoundError(

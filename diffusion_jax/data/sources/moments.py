@@ -37,23 +37,29 @@ SETTINGS = ("resize", "min_size", "max_aspect", "loss_mask")
 
 def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Open a config's VAE moments. If shapes.moments is None, only texts can be read."""
-    path, identity = records.path_of(data), {name: getattr(data, name) for name in (*_CROPS, *SETTINGS)}
+    opened, path = open_table(data), data.path
+    identity = {name: getattr(data, name) for name in (*_CROPS, *SETTINGS)}
     stored = {**Data._field_defaults, **(found := find_identity(path) or {})}
     if found:
-        opened = Table(path, os.fspath(path))
         chunks = [opened.path(name) for name, _ in opened.card["files"]]
         opened = home.of_run(opened, home.Source(path, chunks, opened.card["rule"], lambda _: iter(()), LeftOut(), {}))
         if outside := [name for name, _ in opened.card["files"] if os.path.basename(name) != name]:
             raise ValueError(f"the card of {path} names the file {outside[0]!r}: encode the images again")
         identity, stored = {**identity, **rule(data)}, {**stored, **opened.card["rule"]}
-    else:
-        fields = picture_fields.read(data.fields)
-        opened = open_tars(path, data.text, data.uncaptioned, data.max_broken, _SUFFIXES, fields)
     columns.check_identity(path, stored, identity, KIND)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
     make = functools.partial(read, shape=(shapes.size, shapes.size), factor=factor, channels=channels)
     return DecodedPictures(opened, make, data, functools.partial(size_of, factor=factor))
+
+
+def open_table(data: Data) -> Table:
+    """Open the table of the pictures that have moments at a config's data.path."""
+    path = records.path_of(data)
+    if find_identity(path):
+        return Table(path, os.fspath(path))
+    fields = picture_fields.read(data.fields)
+    return open_tars(path, data.text, data.uncaptioned, data.max_broken, _SUFFIXES, fields)
 
 
 def rule(data: Data) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def open_split(path: str, text: str = "caption", fields: Sequence[Field] = ()) -
     files = [*(os.path.join(root, name) for name in _ABOUT), *(os.fspath(part.filename) for part in parts)]
     table = home.open_table(home.Source(root, files, rule, rows, LeftOut(), {}))
     table.prefix = f"{path}, "
+    records.count_beside(root, [".tfrecord", ".array_record"], beside := LeftOut())
+    table.add_beside(beside)
     return table
 
 

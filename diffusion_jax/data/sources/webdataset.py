@@ -113,9 +113,7 @@ def import_tars(
     importer = _Importer(names, text, images or untrusted.image_suffixes(), fields)
     rule = {**settings, "path": f"{path}/".removeprefix(root).rstrip("/"), "images": importer.images}
     table = home.open_table(home.Source(root, names, rule, importer.rows, LeftOut(), importer.facts, stamps))
-    inventory = table.inventory()
-    inventory.update(beside)
-    table.card["inventory"], table.beside = inventory.saved(), beside.take()
+    table.add_beside(beside)
     return table
 
 

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import columns, engines, guess, home, tars
+from diffusion_jax.data import __main__ as data_command
+from diffusion_jax.data import columns, engines, guess, home, table, tars
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments as read_moments
@@ -265,8 +266,11 @@ def test_moments_that_are_not_finite_are_an_error(folder, tmp_path):
 def test_images_of_which_none_is_usable_are_an_error(folder, tmp_path, name, reason):
     for path in folder.glob(f"*.{name}"):
         path.write_bytes(b"\xff" + path.name.encode())
-    with pytest.raises(ValueError, match=f"no image can be encoded \\({{'{reason}': 5}}\\): check the files that"):
-        run(folder, tmp_path / "out", max_broken=1.0)
+    again = "as an earlier run found" if reason == "broken_image" else f"{{'{reason}': 5}}"
+    for why in (f"{{'{reason}': 5}}", again):
+        with pytest.raises(ValueError, match=re.escape(f"no image can be encoded ({why}): check the files that")):
+            run(folder, tmp_path / "out", max_broken=1.0)
+    assert not (tmp_path / "out" / table.CARD).exists()
 
 
 def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, caplog):
@@ -311,8 +315,11 @@ def test_a_run_goes_on_with_its_own_moments_when_others_come(folder, tmp_path, c
     assert of_run(begun=False) == ([0, 10, 20, 90, 30, 40], [])
 
 
-def test_show_says_that_a_folder_of_moments_has_no_image_files(folder, tmp_path):
+def test_show_reads_the_table_of_moments_and_other_commands_need_pictures(folder, tmp_path, capsys):
     run(folder, tmp_path / "out")
+    data_command.main(["show", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "5 pictures" in printed and "NAME.txt" in printed
     with pytest.raises(ValueError, match="the data source 'moments' has no image files"):
         open_records(guess.guess(str(tmp_path / "out")))
 

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import __main__ as data_command
-from diffusion_jax.data import prompts, sources
+from diffusion_jax.data import prompts, show, sources
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.sources import arrow
 
@@ -93,6 +94,22 @@ def test_an_import_prints_the_source_that_opens_its_table(written, tmp_path, cap
     saved = f"huggingface:{written}/saved@train::text"
     data_command.main(["import", saved, f"--out={tmp_path}/out"])
     assert f"--config.data.source=arrow --config.data.path={tmp_path}/out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("source", "path"), [("huggingface", "clone@train"), ("huggingface", "saved@test")])
+def test_pictures_and_tables_beside_the_records_are_named(written, tmp_path, source, path):
+    shutil.copytree(written / path.partition("@")[0], tmp_path / path.partition("@")[0])
+    data = Data(source, f"{tmp_path}/{path}", "text")
+    before = sources.open_records(data)
+    for name in ("b.jpg", "captions.csv", "README.md", ".gitattributes"):
+        (tmp_path / path.partition("@")[0] / name).write_text("file_name,caption\nb.jpg,a cat\n")
+    opened: Any = sources.open_records(data)
+    assert opened.id() == before.id() and before.left_out() == {}
+    assert opened.left_out() == {"hidden": 1, "beside_records": 2}
+    left = {name.rpartition("/")[2]: reason for name, reason in opened.left()}
+    assert left == {".gitattributes": "hidden", "b.jpg": "beside_records", "captions.csv": "beside_records"}
+    (doubt,) = [doubt for doubt in show.doubts(opened) if "captions.csv" in doubt]
+    assert doubt.endswith("captions must be in the records: write the data set again with them")
 
 
 def test_pictures_of_parquet_are_read_at_their_places_in_the_cache_of_datasets(written, cache):
