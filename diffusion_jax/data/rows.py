@@ -4,7 +4,7 @@ Prompts and the captions of folders come from such tables. A .csv may begin with
 and needs no header if it holds only pictures and captions. A .json holds one of these:
 
 - a list of texts or of objects;
-- an object that maps each image's name to a text or an object (kohya's meta_cap.json);
+- an object that maps each image's name to a text, texts or an object (kohya's meta_cap.json);
 - an object that maps each column to its values (pandas);
 - COCO's annotations.
 
@@ -35,7 +35,7 @@ class Alone(dict[str, Any]):
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
 _LIKELY = (CAPTION, "text", "prompt", "description", "title", "comment", "tag_string")
-FILES = ("file_name", "filename", "image", "path", "image_name")
+FILES = ("file_name", "filename", "image", "path", "image_name", "image_path", "img_path")
 """The columns that may hold the path of an image, the likeliest first."""
 KEY = "key"
 """The column of an image's name without suffix in img2dataset's tables."""
@@ -266,8 +266,12 @@ def _columns(content: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 
 def _is_by_image(content: Mapping[str, Any]) -> bool:
-    """Return whether the keys of an object are names of images, as in kohya's meta_cap.json."""
-    return not likely(content) and all(isinstance(v, dict | str) for v in content.values())
+    """Return whether the keys of an object are names of images, as in kohya's meta_cap.json.
+
+    Lists may also be columns, whose names have no suffix.
+    """
+    of_image = lambda key, value: isinstance(value, dict | str) or (isinstance(value, list) and "." in key)
+    return not likely(content) and all(of_image(*item) for item in content.items())
 
 
 def _parsed(text: str, place: str) -> Any:

@@ -100,6 +100,8 @@ def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
         ("pandas.json", '{"file_name": {"0": "00000.png"}, "text": {"0": "a cat"}}', "coco:text"),
         ("columns.json", '{"image": ["00000.png"], "text": ["a cat"]}', "coco:text"),
         ("split.json", '{"columns": ["text", "path"], "index": [0], "data": [["a cat", "00000.png"]]}', "coco:text"),
+        ("train_anno.jsonl", '{"img_path": "./00000.png", "prompt": "a cat"}', "jsonl:prompt"),
+        ("lists.json", '{"00000.png": ["a cat"]}', "coco:caption"),
         ("index.json", '{"0": {"file_name": "00000.png", "text": "a cat"}}', "coco:text"),
         ("table.json", '{"schema": {}, "data": [{"file_name": "00000.png", "text": "a cat"}]}', "coco:text"),
         (
