@@ -225,7 +225,7 @@ def test_unreadable_captions_are_an_error_instead_of_empty_captions(bare):
     table.write_text('{"file_name": "00000.png", "text": "x"}\n{"file_name": null, "text": "y"}')
     with pytest.raises(ValueError, match=r"jsonl, line 2: file_name is null, not the name"):
         guess(str(bare))
-    table.write_text('{"image_path": "00000.png", "text": "x"}')
+    table.write_text('{"photo": "00000.png", "text": "x"}')
     with pytest.raises(ValueError, match=r"jsonl has the column 'text', but no column of image na"):
         guess(str(bare))
     table.unlink()
