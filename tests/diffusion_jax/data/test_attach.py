@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import tarfile
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import __main__ as data_command
 from diffusion_jax.data import sources, tars
 from diffusion_jax.data.decoding import Unusable
+from tests import written_tars
 
 
 def as_nemo(array):
@@ -129,10 +129,8 @@ def test_damaged_tars_of_embeddings_are_named(data, capsys):
 
 @pytest.mark.parametrize("name", ["0001", "sub/0001"])
 def test_embeddings_without_a_tar_in_their_name_belong_to_any_tar(data, name):
-    with tarfile.open(data / "images/00000.tar", "w") as opened_tar:
-        for member in ("sub/0001.jpg", "0001.jpg", "0001.txt", "sub/0001.txt"):
-            (info := tarfile.TarInfo(member)).size = len(member)
-            opened_tar.addfile(info, io.BytesIO(member.encode()))
+    members = ("sub/0001.jpg", "0001.jpg", "0001.txt", "sub/0001.txt")
+    written_tars.write(data / "images/00000.tar", {member: member.encode() for member in members})
     (data / "images/00001.tar").unlink()
     (data / "precached/t0_r0_0.tar").unlink()
     array = io.BytesIO()

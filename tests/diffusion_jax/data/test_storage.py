@@ -1,13 +1,8 @@
 """Local paths and URLs behave equally. memory:// stands in for an object store."""
 
-import functools
-import http.server
-import io
 import json
 import os
-import re
 import tarfile
-import threading
 
 import fsspec
 import pytest
@@ -18,6 +13,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import decoding, prompts, records, sources, storage, tars
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import untrusted
+from tests import web_server
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -76,38 +72,13 @@ def test_a_failed_range_is_requested_again(monkeypatch):
     assert [len(paths) for paths in requests] == [2, 1]
 
 
-class Pages(http.server.SimpleHTTPRequestHandler):
-    """Serve files, as a web server does."""
-
-    ranges = True
-    """Whether to send only the range of bytes that is asked for."""
-
-    def send_head(self):
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not (asked and self.ranges):
-            return super().send_head()
-        path = self.translate_path(self.path)
-        with open(path, "rb") as file:
-            part = file.read()[int(asked[1]) : int(asked[2]) + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        return io.BytesIO(part)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Return (the folder, the URL) of a web server."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (folder := tmp_path / "site").mkdir()
-    handler = functools.partial(Pages, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield folder, f"http://localhost:{server.server_port}"
-        server.shutdown()
+    with web_server.serving(folder) as host:
+        yield folder, f"http://{host}"
 
 
 def replace(path, content, time):
@@ -120,7 +91,7 @@ def test_a_web_server_that_ignores_ranges_is_an_error_and_not_the_start_of_the_f
     replace(folder / "a.tar", "0123456789", 10**9)
     assert storage.read_ranges([f"{url}/a.tar"], [3], [5]) == [b"34"]
     assert files.path(f"{url}/a.tar").read_range(3, 5) == b"34"
-    monkeypatch.setattr(Pages, "ranges", False)
+    monkeypatch.setattr(web_server.Files, "ranges", False)
     message = r"a\.tar cannot be read in parts, because its server always sends the whole file"
     with pytest.raises(OSError, match=message):
         storage.read_ranges([f"{url}/a.tar"], [3], [5])

@@ -2,7 +2,6 @@
 
 import collections
 import hashlib
-import io
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ from diffusion_jax import files
 from diffusion_jax.config import picture_fields
 from diffusion_jax.data import reading, storage, table, tars
 from diffusion_jax.data.sources.webdataset import import_tars, open_tars
+from tests import written_tars
 
 SUFFIXES = ("jpg", "png", "txt", "caption")
 
@@ -37,17 +37,12 @@ def cache(tmp_path, monkeypatch):
 def write_tars(folder: pathlib.Path, num_tars: int = 4, seed: int = 0):
     """Write tars with members in random order, some without image or text. Return the contents."""
     draw, contents = np.random.default_rng(seed), {}
-    folder.mkdir()
     for t in range(num_tars):
         names = [f"{i}.{s}" for i in range(t * 10, t * 10 + 9) for s in SUFFIXES]
         chosen = draw.permutation([name for name in names if draw.random() < 0.7]).tolist()
-        with tarfile.open(folder / f"{t}.tar", "w") as tar:
-            for name in chosen:
-                info = tarfile.TarInfo(name)
-                content = name.encode() * int(draw.integers(1, 300))
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-                contents[name] = content
+        members = {name: name.encode() * int(draw.integers(1, 300)) for name in chosen}
+        written_tars.write(folder / f"{t}.tar", members)
+        contents |= members
     return contents
 
 
@@ -121,11 +116,8 @@ def test_a_table_names_every_file_that_is_left_out(tmp_path):
 
 def test_long_names_and_names_that_are_not_utf8_are_kept_whole(tmp_path):
     names = ["x" * 150 + "/1.jpg", "./b/2.jpg", b"\xff.jpg".decode(errors="surrogateescape")]
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name in names:
-            tar.addfile(tarfile.TarInfo(name))
-            tar.addfile(tarfile.TarInfo(name.replace("jpg", "txt")))
-    opened = open_tars(tmp_path / "a.tar")
+    both = [(each, b"") for name in names for each in (name, name.replace("jpg", "txt"))]
+    opened = open_tars(written_tars.write(tmp_path / "a.tar", both))
     assert opened.names(range(3)) == [f"{tmp_path}/a.tar/{name}" for name in names]
 
 
@@ -152,21 +144,13 @@ def test_tables_beside_the_tars_are_for_all_users_and_those_in_the_cache_for_one
 
 
 def test_texts_far_from_each_other_are_read_at_the_import(tmp_path):
-    names = [f"{i}.{suffix}" for i in range(5) for suffix in ("jpg", "txt", "json")]
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name in names:
-            content = {"j": b'{"n": %s}' % name[:1].encode(), "t": name.encode()}.get(
-                name[2] if name[2:] != "jpg" else "", bytes(reading._GAP + 600)
-            )
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    opened = open_tars(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    of = lambda i: {"jpg": bytes(reading._GAP + 600), "txt": b"%d.txt" % i, "json": b'{"n": %d}' % i}
+    again = written_tars.write(tmp_path / "a.tar", {f"{i}.{s}": text for i in range(5) for s, text in of(i).items()})
+    opened = open_tars(again, fields=picture_fields.read(("n=0..9",)))
     found = [(record.text, record.numbers["n"]) for record in opened.read(range(5))]
     assert found == [(f"{i}.txt", i) for i in range(5)]
-    id, again = opened.id(), tmp_path / "a.tar"
     os.utime(again, ns=(1, 1))
-    assert open_tars(again, fields=picture_fields.read(("n=0..9",))).id() == id
+    assert open_tars(again, fields=picture_fields.read(("n=0..9",))).id() == opened.id()
 
 
 def test_tars_that_were_moved_are_not_imported_again(tmp_path, monkeypatch):
@@ -176,9 +160,8 @@ def test_tars_that_were_moved_are_not_imported_again(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "write", lambda *_, **__: pytest.fail("imported once more"))
     (tmp_path / "s").rename(tmp_path / "moved")
     again = import_tars(tmp_path / "moved", "txt")
-    assert read(again) == found and again.names([0]) == [
-        first.names([0])[0].replace(f"{tmp_path}/s", f"{tmp_path}/moved")
-    ]
+    assert read(again) == found
+    assert again.names([0]) == [first.names([0])[0].replace(f"{tmp_path}/s", f"{tmp_path}/moved")]
     monkeypatch.chdir(tmp_path / "moved")
     for path in (".", "./", f"{tmp_path}/moved//"):
         assert read(import_tars(path, "txt")) == found, path
@@ -188,18 +171,13 @@ def test_adding_a_tar_imports_the_tars_again_and_keeps_the_old_table(tmp_path):
     contents = write_tars(tmp_path / "s")
     before = import_tars(tmp_path / "s", "txt")
     rows = read(before)
-    with tarfile.open(tmp_path / "s/9.tar", "w") as tar:
-        for name in ("a.jpg", "a.txt"):
-            info = tarfile.TarInfo(name)
-            info.size = 3
-            tar.addfile(info, io.BytesIO(b"new"))
-    contents |= {"a.jpg": b"new", "a.txt": b"new"}
+    written_tars.write(tmp_path / "s/9.tar", new := {"a.jpg": b"new", "a.txt": b"new"})
+    contents |= new
     after = import_tars(tmp_path / "s", "txt")
     assert read(after) == by_hand(tmp_path / "s", contents, "txt")
     assert read(before) == rows
-    assert {card.name for card in (tmp_path / "s" / storage.OWN).glob("*/card-*")} == {
-        f"card-{one.id()}.json" for one in (before, after)
-    }
+    cards = {card.name for card in (tmp_path / "s" / storage.OWN).glob("*/card-*")}
+    assert cards == {f"card-{one.id()}.json" for one in (before, after)}
 
 
 def test_other_files_beside_the_tars_are_counted_anew_and_named(tmp_path, bucket):

@@ -1,10 +1,7 @@
 """Passwords and signatures in URLs are sent to the server, but neither shown nor written."""
 
 import base64
-import functools
-import http.server
 import logging
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, sources, storage, tars
 from diffusion_jax.files import url_secrets
 from launch import job
+from tests import web_server
 from tests.imagen_jax import commands
 
 PLAIN, SECRET = "https://host/a/b.tar", "https://me:pass@host/a/b.tar?sig=x%2B/y&v=1"
@@ -77,29 +75,14 @@ def test_a_launched_job_gets_the_secrets_of_its_command():
     assert job.command(run, "w")[1] == f"--config.data.path={SECRET}"
 
 
-class Guarded(http.server.SimpleHTTPRequestHandler):
-    """A web server that sends files only to requests with the password and the signature."""
+class Guarded(web_server.Files):
+    """Sends files only to requests with the password and the signature."""
 
     def send_head(self):
         password = base64.b64encode(b"me:pa55word").decode()
         if self.headers.get("Authorization") == f"Basic {password}" and "?sig=5ign" in self.path:
-            path = self.translate_path(self.path)
-            span = self.headers.get("Range", "")
-            if not span:
-                return super().send_head()
-            first, last = (int(n or 10**9) for n in span.removeprefix("bytes=").split("-"))
-            with open(path, "rb") as file:
-                part = file.read()[first : last + 1]
-            self.send_response(206)
-            self.send_header("Content-Length", str(len(part)))
-            self.end_headers()
-            self.wfile.write(part)
-            return None
+            return super().send_head()
         self.send_error(403)
-        return None
-
-    def log_message(self, format, *args):
-        pass
 
 
 @pytest.fixture
@@ -112,11 +95,8 @@ def tar(tmp_path, monkeypatch):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(picture := tmp_path / "picture.png")
         rows.append({tars.KEY: b"%03d" % i, "png": picture.read_bytes(), "txt": b"red %d" % i})
     tars.write(folder / "a.tar", rows)
-    handler = functools.partial(Guarded, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://me:pa55word@localhost:{server.server_port}/a.tar?sig=5ign"
-        server.shutdown()
+    with web_server.serving(folder, Guarded) as host:
+        yield f"http://me:pa55word@{host}/a.tar?sig=5ign"
 
 
 def test_data_behind_a_password_and_a_signature_are_read(tar):
@@ -136,36 +116,17 @@ def test_data_behind_a_password_and_a_signature_are_read(tar):
 @pytest.mark.slow
 def test_no_file_or_message_of_a_run_holds_the_secrets_of_its_data(tar, tmp_path):
     run, packed = tmp_path / "run", tmp_path / "packed"
-    tiny = [
-        "unet.image_size=16",
-        "unet.embed_dim=32",
-        "unet.channel_mult=(1,)",
-        "batch_size=8",
-        "unet.num_res_blocks=1",
-        "unet.attention_resolutions=()",
-        "steps=2",
-        "sample_every=0",
-        "save_every=2",
-        "optimizer.warmup=1",
-        "data.text=txt",
-        "data.source=webdataset",
-        f"data.path={tar}",
-        "log_every=1",
-    ]
+    tiny = commands.config_flags(
+        "unet.image_size=16 unet.embed_dim=32 unet.channel_mult=(1,) unet.num_res_blocks=1 batch_size=8 steps=2 "
+        "unet.attention_resolutions=() sample_every=0 save_every=2 log_every=1 optimizer.warmup=1 data.text=txt "
+        f"data.source=webdataset data.path={tar}"
+    )
+    validate = ("validate", "--source=webdataset", f"--path={tar}", "--text=txt", f"--out={tmp_path / 'report'}")
     ends = [
-        commands.run(
-            "train", "--config=configs/quickstart.py", f"--workdir={run}", *(f"--config.{field}" for field in tiny)
-        ),
+        commands.run("train", "--config=configs/quickstart.py", f"--workdir={run}", *tiny),
         commands.run("diffusion_jax.pack", f"--workdir={run}", f"--out={packed}"),
         commands.run("diffusion_jax.report", str(run)),
-        commands.run(
-            "diffusion_jax.data.prepare",
-            "validate",
-            "--source=webdataset",
-            f"--path={tar}",
-            "--text=txt",
-            f"--out={tmp_path / 'report'}",
-        ),
+        commands.run("diffusion_jax.data.prepare", *validate),
         commands.run("sample", f"--workdir={packed}", "--prompt=red", "--steps=1", f"--out={tmp_path / 'drawn'}"),
     ]
     assert [end.code for end in ends] == [0] * 5, ends[0].err[-300:]

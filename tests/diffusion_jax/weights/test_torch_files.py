@@ -8,7 +8,6 @@ import gzip
 import io
 import pathlib
 import re
-import tarfile
 import zipfile
 
 import numpy as np
@@ -16,20 +15,12 @@ import pytest
 import safetensors.numpy
 
 from diffusion_jax.weights import torch_files
+from tests import written_tars
 from tests.diffusion_jax.weights import torch_writer
 
 FIXTURE = pathlib.Path(__file__).parents[2] / "fixtures" / "lightning.ckpt"
 LEGACY = FIXTURE.with_name("legacy.pth")
 PREFIX = "model.model.unet."
-
-
-def nemo(path, members, mode="w"):
-    with tarfile.open(path, mode) as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
 
 
 def check_arrays(state):
@@ -75,9 +66,8 @@ def test_float8_arrays_are_read_from_a_file_of_torch_2_13():
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_weights_and_config_are_read_from_a_nemo_file(tmp_path, mode):
-    members = {"./model_config.yaml": b"unet: {embed_dim: 8}", "./model_weights.ckpt": b""}
-    members["./model_weights.ckpt"] = FIXTURE.read_bytes()
-    path = nemo(tmp_path / "m.nemo", members, mode)
+    members = {"./model_config.yaml": b"unet: {embed_dim: 8}", "./model_weights.ckpt": FIXTURE.read_bytes()}
+    path = written_tars.write(tmp_path / "m.nemo", members, mode)
     check_arrays(torch_files.read_state_dict(path))
     assert torch_files.read_nemo_config(path) == {"unet": {"embed_dim": 8}}
 
@@ -144,7 +134,7 @@ def test_files_that_are_not_checkpoints_are_errors_that_name_them(tmp_path, name
 def test_split_empty_and_missing_models_are_errors(tmp_path):
     parts = {f"mp_rank_0{i}/model_weights.ckpt": b"" for i in (0, 1)}
     with pytest.raises(ValueError, match=r"2 files named model_weights\.ckpt, not one"):
-        torch_files.read_state_dict(nemo(tmp_path / "m.nemo", parts))
+        torch_files.read_state_dict(written_tars.write(tmp_path / "m.nemo", parts))
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as empty:
         empty.writestr("a/data.pkl", b"\x80\x02}q\x00.")  # An empty dictionary.
     with pytest.raises(ValueError, match=r"holds \[\] instead of a state dict"):

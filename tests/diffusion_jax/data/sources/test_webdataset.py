@@ -1,15 +1,10 @@
 """The source webdataset: tables of records in tars, indices of tars, and damaged tars."""
 
-import functools
-import http.server
 import io
 import os
-import pathlib
 import pickle
-import re
 import shutil
 import tarfile
-import threading
 
 import fsspec
 import numpy as np
@@ -22,6 +17,8 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
+from tests import web_server
+from tests.written_tars import write as write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +26,6 @@ def cache(tmp_path, monkeypatch):
     """Use a temporary cache instead of the user's own."""
     monkeypatch.setattr(tars, "cache_folders", lambda: [tmp_path / "cache"])
     return tmp_path / "cache"
-
-
-def write_tar(path, members, format=tarfile.PAX_FORMAT):
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, contents in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(contents)
-            tar.addfile(info, io.BytesIO(contents))
-    return path
 
 
 def records_of(records):
@@ -63,7 +50,7 @@ def test_members_with_the_same_stem_form_a_record(tmp_path, format):
             "\u00e9.jpg": b"fourth",  # Of the forms of an accent, macOS writes the other one.
             "e\u0301.txt": b"four",
         },
-        format,
+        format=format,
     )
     records = open_tars(tar)
     four = [(b"first", "one"), (b"second", "two"), (b"third", "three"), (b"fourth", "four")]
@@ -274,37 +261,11 @@ def test_an_indexed_tar_in_a_store_is_read_by_byte_ranges(bucket, monkeypatch):
     assert sizes == [2 * (512 + 54)]  # Header and image: the texts are in the table.
 
 
-class Ranges(http.server.SimpleHTTPRequestHandler):
-    """A web server for files that supports the header "Range: bytes=first-last"."""
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        path = pathlib.Path(self.translate_path(self.path))
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked is None or not path.exists():
-            return super().do_GET()
-        first, last = int(asked[1]), min(int(asked[2]), path.stat().st_size - 1)
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{last}/{path.stat().st_size}")
-        self.send_header("Content-Length", str(last + 1 - first))
-        self.end_headers()
-        self.wfile.write(path.read_bytes()[first : last + 1])
-
-
 def test_tars_on_a_web_server_are_read_by_byte_ranges(tmp_path, bucket):
     pytest.importorskip("aiohttp")
-    handler = functools.partial(Ranges, directory=tmp_path / "local")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/s-{{0..1}}.tar"
-        try:
-            assert records_of(open_tars(url)) == records_of(open_tars(tmp_path / "local"))
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server.serving(tmp_path / "local") as host:
+        read = records_of(open_tars(f"http://{host}/s-{{0..1}}.tar"))
+    assert read == records_of(open_tars(tmp_path / "local"))
 
 
 def test_distant_members_of_a_record_are_read_separately(tmp_path):
@@ -344,16 +305,9 @@ def test_a_wdinfo_pkl_that_would_execute_code_is_an_error(tmp_path):
 
 
 def test_captions_are_read_from_json_members(tmp_path):
-    members = {
-        "1.webp": b"x",
-        "1.json": b'{"caption": "one", "width": 3}',
-        "2.jpg": b"y",
-        "2.json": b'{"caption": null}',
-        "3.jpg": b"z",
-        "3.json": b"{",
-    }
-    records = open_tars(write_tar(tmp_path / "a.tar", members), text="json:caption")
-    texts = records.texts([0, 1, 2])
+    about = {"1": b'{"caption": "one", "width": 3}', "2": b'{"caption": null}', "3": b"{"}
+    members = {f"{key}.jpg": b"x" for key in about} | {f"{key}.json": json for key, json in about.items()}
+    texts = open_tars(write_tar(tmp_path / "a.tar", members), text="json:caption").texts([0, 1, 2])
     assert texts[0] == "one"
     assert [t.reason for t in texts if isinstance(t, Unusable)] == ["no_caption", "broken_text"]
 
@@ -381,7 +335,7 @@ def test_damaged_embeddings_in_tars_are_unusable_and_others_are_read(tmp_path):
 def tar_of(path, num=20):
     """Return the bytes of a tar with records 0.jpg, 0.txt, 1.jpg, ..., and its headers' offsets."""
     members = {f"{i}.{s}": b"%d %s" % (i, s.encode()) for i in range(num) for s in ("jpg", "txt")}
-    whole = write_tar(path / "whole.tar", members, tarfile.USTAR_FORMAT).read_bytes()
+    whole = write_tar(path / "whole.tar", members, format=tarfile.USTAR_FORMAT).read_bytes()
     return bytearray(whole), range(0, num * 2048, 1024)
 
 
@@ -426,7 +380,7 @@ def test_a_block_of_zeros_within_a_tar_is_counted_as_damaged_headers(tmp_path):
 def test_a_damaged_header_of_a_long_name_loses_only_its_file(tmp_path):
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
         members = {f"{'x' * 120}/{i}.{s}": b"%d %s" % (i, s.encode()) for i in range(20) for s in ("jpg", "txt")}
-        whole = bytearray(write_tar(tmp_path / "a.tar", members, format).read_bytes())
+        whole = bytearray(write_tar(tmp_path / "a.tar", members, format=format).read_bytes())
         whole[10 * 2048 + 3] ^= 1  # A file has two more blocks: its long name, and the header of the name.
         (tmp_path / "a.tar").write_bytes(whole)
         records = open_tars(tmp_path / "a.tar", max_broken=0.1)
@@ -453,12 +407,8 @@ def test_concatenated_tars_are_read_to_the_end(tmp_path):
 
 def test_files_of_separate_records_with_equal_keys_are_not_combined(tmp_path):
     names = ["a.txt", "b.jpg", "b.txt", "a.jpg", "a.txt", "c.jpg", "c.txt", "c.jpg", "c.txt"]
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for number, name in enumerate(names):
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"%d" % number))
-    records = open_tars(tmp_path / "a.tar")
+    members = [(name, b"%d" % number) for number, name in enumerate(names)]
+    records = open_tars(write_tar(tmp_path / "a.tar", members))
     assert records_of(records) == [(b"1", "2"), (b"5", "6"), (b"7", "8")]
     assert records.left_out() == {"duplicate_key": 3}  # The caption of a.jpg is ambiguous.
 
@@ -476,35 +426,19 @@ def test_files_of_separate_records_with_equal_keys_are_not_combined(tmp_path):
     ],
 )
 def test_of_captions_twice_in_a_tar_the_last_one_is_used(tmp_path, names, records, left_out):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for number, name in enumerate(names.split()):
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"%d" % number))
-    opened = open_tars(tmp_path / "a.tar", uncaptioned="drop")
+    members = [(name, b"%d" % number) for number, name in enumerate(names.split())]
+    opened = open_tars(write_tar(tmp_path / "a.tar", members), uncaptioned="drop")
     assert [(i.decode() + t) for i, t in records_of(opened)] == records.split()
     assert opened.left_out() == left_out
 
 
 def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
-    members = [
-        ("1.jpg", b"x"),
-        ("1.txt", b"a"),
-        ("1.json", b'{"n": 1}'),
-        ("2.jpg", b"y"),
-        ("2.txt", b"b"),
-        ("2.json", b'{"n": 2}'),
-        ("1.json", b'{"n": 3}'),
-    ]
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    numbered = open_tars(tmp_path / "a.tar", fields=picture_fields.read(("n=0..9",)))
+    record = lambda key: [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode()), (f"{key}.json", b'{"n": 2}')]
+    tar = write_tar(tmp_path / "a.tar", [*record("a"), *record("b"), ("a.json", b'{"n": 3}')])
+    numbered = open_tars(tar, fields=picture_fields.read(("n=0..9",)))
     assert [(r.text, r.numbers["n"]) for r in numbered.read([0, 1])] == [("a", 3), ("b", 2)]
-    plain = open_tars(tmp_path / "a.tar")  # Companions that occur twice do not matter.
-    assert records_of(plain) == [(b"x", "a"), (b"y", "b")] and plain.left_out() == {}
+    plain = open_tars(tar)  # Companions that occur twice do not matter.
+    assert records_of(plain) == [(b"x", "a"), (b"x", "b")] and plain.left_out() == {}
 
 
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
