@@ -2,7 +2,6 @@
 
 import io
 import struct
-import tarfile
 import zlib
 
 import numpy as np
@@ -12,10 +11,10 @@ from PIL import ExifTags, Image
 from diffusion_jax.config import shapes
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, pipeline, records, split
-from diffusion_jax.data.decoding import crop, size_of
+from diffusion_jax.data.decoding import crop
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.text import hashed
+from tests import written_tars
 
 SHAPES = ((16, 16), (8, 24), (24, 8))
 SIZES = [(20, 20), (20, 60), (60, 20), (22, 20), (18, 40), (90, 21), (16, 16)]  # height, width
@@ -70,25 +69,12 @@ def test_the_orientation_of_a_png_may_follow_more_pixels_than_its_head_holds(tmp
     assert len(plain) > 2 * records.HEAD
     end = len(plain) - 12  # Before the last chunk.
     members = {"a.png": plain, "b.png": plain[:end] + chunk + plain[end:], "c.png": plain[:90]}
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in members.items():
-            (tmp_path / name).write_bytes(content)
-            (tmp_path / name).with_suffix(".txt").write_text("x")
-            for file in (tmp_path / name, (tmp_path / name).with_suffix(".txt")):
-                tar.add(file, file.name)
-    path = tmp_path if source == "folder" else tmp_path / "a.tar"
+    members |= dict.fromkeys(("a.txt", "b.txt", "c.txt"), b"x")
+    for name, content in members.items():
+        (tmp_path / name).write_bytes(content)
+    path = tmp_path if source == "folder" else written_tars.write(tmp_path / "a.tar", members)
     sizes = open_pictures(Data(source, str(path)), 16).sizes(np.arange(3)).tolist()
     assert sizes == [[100, 600], [600, 100], [100, 600]]
-
-
-def test_size_of_applies_the_exif_orientation():
-    for format, orientation, expected in (("PNG", 1, (8, 24)), ("JPEG", 6, (24, 8))):
-        file, exif = io.BytesIO(), Image.Exif()
-        exif[0x0112] = orientation
-        Image.new("RGB", (24, 8), "red").save(file, format, exif=exif)
-        assert size_of(file.getvalue()) == expected
-        assert crop(file.getvalue(), expected).shape == (*expected, 3)
-    assert size_of(b"no picture") == (0, 0)
 
 
 def test_crop_resizes_to_cover_the_shape_and_cuts_the_rest():
@@ -220,16 +206,13 @@ def test_the_report_lists_bucket_shares_and_the_cropped_area(folder):
     # Cropping to the bucket removes a part of three of the seven pictures.
     away = (2 / 22 + (1 - 40 / 54) + (1 - 63 / 90)) / 7
     square = (2 / 22 + 2 * 2 / 3 + (1 - 18 / 40) + (1 - 21 / 90)) / 7
-    assert aspect_buckets.described(assigned, sizes) == (
-        "pictures by height x width: 16x16 (43%), 8x24 (29%), 24x8 (29%); cropping removes "
-        f"{away:.1%} of their area (square crops: {square:.1%})"
-    )
+    described = aspect_buckets.described(assigned, sizes)
+    assert described.startswith("pictures by height x width: 16x16 (43%), 8x24 (29%), 24x8 (29%); cropping removes ")
+    assert described.endswith(f"{away:.1%} of their area (square crops: {square:.1%})")
 
 
 def test_examples_have_one_batch_per_bucket_shape(folder):
     pictures = open_pictures(Data("folder", path=folder), 16)
-    batches = pipeline.make_batches(
-        pictures, hashed.encoder(32, 6).tokenize, batch_size=2, seed=0, buckets=aspect_buckets.sort(pictures, SHAPES)
-    )
-    with batches:
+    buckets = aspect_buckets.sort(pictures, SHAPES)
+    with pipeline.make_batches(pictures, TOKENIZE, batch_size=2, seed=0, buckets=buckets) as batches:
         assert [b["image"].shape for b in batches.examples()] == [(1, *shape, 3) for shape in SHAPES]

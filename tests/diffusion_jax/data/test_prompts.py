@@ -90,12 +90,9 @@ def test_an_unclosed_quote_is_text_and_does_not_join_rows(tmp_path):
 
 @pytest.mark.parametrize("rest", ["2,dog", '2,a 5" dog\n3,b'])
 def test_an_unclosed_quote_after_multi_line_cells_is_an_error_with_its_line(tmp_path, rest):
-    with pytest.raises(ValueError) as error:
+    message = r'/p.csv, line 4: a quote opens here and is never closed, .* \("1,\\"cat"\): close or double the quote'
+    with pytest.raises(ValueError, match=message):
         read(tmp_path, "p.csv", f'id,caption\n0,"a, b\nc"\n1,"cat\n{rest}\n')
-    assert str(error.value) == (
-        f"{tmp_path}/p.csv, line 4: a quote opens here and is never closed, but cells before it "
-        r'have several lines ("1,\"cat"): close or double the quote, or write .jsonl'
-    )
     # The wrong row comes before the unclosed quote.
     with pytest.raises(ValueError, match="line 2 has 3 cells"):
         read(tmp_path, "p.csv", 'id,caption\n0,a, b\n1,"c\nd"\n2,"cat\n')
@@ -120,19 +117,14 @@ def test_a_random_sample_of_prompts_depends_only_on_the_seed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b"caption\na cat\na\0dog",
-            "not UTF-8 text (it holds NUL characters, 1 in all, the first in line 3; UTF-16 has "
-            "many): save it in UTF-8, without NUL characters",
-        ),
+        (b"caption\na cat\na\0dog", r"not UTF-8 text \(it holds NUL characters, 1 in all, the first in line 3;"),
         (gzip.compress(b"a", mtime=0), "compressed by gzip: decompress it, as with gzip -d"),
     ],
 )
 def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, message):
     for name in ("p.csv", "p.jsonl", "p.txt"):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"{tmp_path / name} is {message}"):
             read(tmp_path, name, content)
-        assert str(error.value) == f"{tmp_path / name} is {message}"
 
 
 @pytest.mark.parametrize(
@@ -152,29 +144,13 @@ def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, 
         ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
         ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
         ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),
-        (
-            "p.jsonl",
-            '"a"\n{"caption": "b", "x": 1, "caption": "c"}',
-            "p.jsonl, line 2: invalid JSON: the key 'caption' occurs twice: keep one",
-        ),
+        ("p.jsonl", '"a"\n{"caption": "b", "x": 1, "caption": "c"}', "2: invalid JSON: the key 'caption' occurs twice"),
         ("p.json", '{"a.png": "a", "a.png": "b"}', "p.json: invalid JSON: the key 'a.png' occurs"),
         ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
         ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
-        (
-            "p.json",
-            '{"prompt": "a cat", "negative_prompt": "blurry"}',
-            'p.json holds {"prompt": "a cat", "negative_prompt": "blurry"}: it needs a list',
-        ),
-        (
-            "p.json",
-            '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
-            r"p.json, annotation 2 \(id 2\): caption is null",
-        ),
-        (
-            "p.json",
-            '{"annotations": [{"id": 1, "image_id": 2, "category_id": 3}]}',
-            r"annotation 1 \(id 1\) has no column 'caption', but id, image_id, category_id",
-        ),
+        ("p.json", '{"prompt": "a cat", "negative_prompt": "x"}', 'p.json holds {"prompt": "a c.*: it needs a list'),
+        ("p.json", '{"annotations": [{"id": 5, "caption": null}]}', r"p.json, annotation 1 \(id 5\): caption is null"),
+        ("p.json", '{"annotations": [{"id": 3, "image_id": 2}]}', r"1 \(id 3\) has no column 'caption', but id, image"),
     ],
 )
 def test_a_malformed_prompt_file_is_a_one_line_error_with_row_and_value(tmp_path, name, content, message):
