@@ -30,8 +30,7 @@ def test_write_lists_every_file_once_with_its_sha256(folder):
     assert list(listed) == sorted(CONTENTS)
     assert checksums.damage(folder) is None
     # SHA-256 of "one".
-    digest = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
-    assert listed["a"] == [3, digest]
+    assert listed["a"] == [3, "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"]
 
 
 def test_a_flipped_bit_a_truncated_file_and_a_missing_file_are_named(folder):
@@ -77,13 +76,8 @@ def test_a_file_without_a_checksum_counts_as_damaged(folder, content):
 
 def test_orbaxs_own_files_and_temporary_files_need_no_checksum(folder):
     checksums.write(folder)
-    for name in (
-        "commit_success.txt",
-        "_CHECKPOINT_METADATA",
-        "params/.hidden",
-        "data/d.tmp",
-        ".diffusion_jax/x.arrow",
-    ):
+    temporary = ("params/.hidden", "data/d.tmp", ".diffusion_jax/x.arrow")
+    for name in ("commit_success.txt", "_CHECKPOINT_METADATA", *temporary):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     assert checksums.damage(folder) is None

@@ -57,16 +57,7 @@ class Captions(Records):
 
 
 def test_prompts_are_short_captions_with_frequent_words():
-    texts = [
-        "red star, stars",
-        "star, stars",
-        "star, stars",
-        "arrow, arrows",
-        "arrow, arrows",
-        "baggage check in, aiga",
-        "",
-        "→",
-    ]
+    texts = ["red star, stars", *["star, stars"] * 2, *["arrow, arrows"] * 2, "baggage check in, aiga", "", "→"]
     # The rarest words of captions: "star" occurs 3 times, "arrow" 2, "red" and "aiga" once.
     expected = ("star, stars", "arrow, arrows", "baggage check in, aiga", "red star, stars")
     assert changes.prompts(Captions(texts)) == expected

@@ -57,12 +57,10 @@ def test_the_encoder_returns_the_configured_layer(tmp_path, name, layer, pad):
 
 def test_the_penultimate_encoder_does_not_open_the_last_layers_weights(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
-    names = {
-        layer: clip.encoder(folder, width=24, max_tokens=16, layer=layer).frozen["params"].keys()
-        for layer in ("last", "penultimate")
-    }
-    assert {name.partition("_")[0] for name in names["last"] - names["penultimate"]} == {"layer", "projection"}
-    assert not any(name.startswith("layer_1") for name in names["penultimate"])
+    names = lambda layer: clip.encoder(folder, width=24, max_tokens=16, layer=layer).frozen["params"].keys()
+    last, penultimate = names("last"), names("penultimate")
+    assert {name.partition("_")[0] for name in last - penultimate} == {"layer", "projection"}
+    assert not any(name.startswith("layer_1") for name in penultimate)
 
 
 def test_bfloat16_clip_is_within_3_percent_of_float32(tmp_path):

@@ -56,18 +56,9 @@ def test_words_of_similar_spelling_come_before_phrases_of_similar_meaning(monkey
 def test_minilm_finds_emoji_words_of_similar_meaning(monkeypatch):
     monkeypatch.undo()
     words = vocabulary.read(pathlib.Path(__file__).parents[3] / "models" / "emoji32")
-    expected = {
-        "kitty": "cat",
-        "automobile": "car",
-        "lorry": "truck",
-        "physician": "doctor",
-        "bunny": "rabbit face",
-        "sofa": "chair",
-        "policeman": "police officer",
-        "moth": "butterfly",
-        "turquoise": "blue",
-        "pengin": "penguin",
-    }
+    expected = {"kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor", "sofa": "chair"}
+    expected |= {"bunny": "rabbit face", "policeman": "police officer", "moth": "butterfly"}
+    expected |= {"turquoise": "blue", "pengin": "penguin"}
     new = words.unknown(" ".join(expected))
     assert {word: similar[0] for word, similar in new.items()} == expected
     assert all(len(similar) <= 3 for similar in new.values())

@@ -220,16 +220,15 @@ def arrays(workdir, step, name="ema_power-0.05"):
 @pytest.mark.gate
 @pytest.mark.slow
 def test_a_resumed_run_writes_the_same_snapshots(tmp_path):
-    train = lambda name, **changes: test_loop.train(
-        tmp_path / name, test_loop.sometimes_nan(test_loop.TASK), settings=POWERS, **changes
-    )
-    whole = train("whole", save_every=3, keep_last=9)
-    train("parts", steps=5, save_every=3, keep_last=9)
+    task, how = test_loop.sometimes_nan(test_loop.TASK), {"settings": POWERS, "save_every": 3, "keep_last": 9}
+    train = lambda name, **changes: test_loop.train(tmp_path / name, task, **how, **changes)
+    whole = train("whole")
+    train("parts", steps=5)
     checkpoints, snapshots = (tmp_path / "parts" / n for n in (runs.CHECKPOINTS, restore.SNAPSHOTS))
     shutil.rmtree(checkpoints / "5")  # Like a run that was killed before writing it.
     (snapshots / "9.orbax-checkpoint-tmp").mkdir()
     assert restore.steps(snapshots) == [2, 4, 5]
-    jax.tree.map(np.testing.assert_array_equal, train("parts", save_every=3, keep_last=9), whole)
+    jax.tree.map(np.testing.assert_array_equal, train("parts"), whole)
     assert restore.steps(snapshots) == [2, 4, 6, 7]
     assert restore.steps(tmp_path / "whole" / restore.SNAPSHOTS) == [2, 4, 6, 7]
     for step in (2, 4, 6, 7):
@@ -258,11 +257,9 @@ def test_the_disk_estimate_counts_two_bytes_per_parameter_of_a_snapshot():
 @pytest.mark.slow
 def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
-    small = (
-        *commands.config_flags(
-            "steps=12 batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 sample_every=0 "
-            "optimizer.warmup=0 data.heldout=0.01 heldout.records=8 optimizer.ema_widths=(0.05,0.1)"
-        ),
+    small = commands.config_flags(
+        "steps=12 batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 sample_every=0 "
+        "optimizer.warmup=0 data.heldout=0.01 heldout.records=8 optimizer.ema_widths=(0.05,0.1)"
     )
     told = commands.run("train", "--config=configs/quickstart.py", f"--workdir={work}", *small, devices=1)
     assert told.code == 0, told.err
@@ -280,23 +277,14 @@ def test_other_ema_widths_can_be_evaluated_sampled_and_written_to_a_folder(tmp_p
     assert names == ("ema_power-0.07", "ema_power-0.05", "raw", "ema_0.999")
     alone = commands.run("diffusion_jax.heldout", f"--workdir={made}", devices=1)
     assert json.loads(alone.out)["loss"] == values[0] and len({*values}) == 4
-    drawn = [
-        commands.run(
-            "sample",
-            f"--workdir={folder}",
-            *ema,
-            "--prompt=a red seven on gray paper",
-            f"--out={tmp_path / folder.name}_png",
-            devices=1,
-        )
-        for folder, ema in ((work, ["--ema=0.07"]), (made, []))
-    ]
-    assert [ended.code for ended in drawn] == [0, 0], drawn[0].err
+    for folder, ema in ((work, ["--ema=0.07"]), (made, [])):
+        flags = (f"--workdir={folder}", *ema, "--prompt=a red seven", f"--out={tmp_path / folder.name}_png")
+        drawn = commands.run("sample", *flags, devices=1)
+        assert drawn.code == 0, drawn.err
     pictures = [(tmp_path / f"{n}_png" / "sheet.png").read_bytes() for n in ("run", "made")]
     assert pictures[0] == pictures[1]
-    swept = commands.run(
-        "evaluate", f"--workdir={work}", "--ema=0.05,0.10,0.15,0.999", "--guidance=2", "--num_heldout=1", devices=1
-    )
+    flags = (f"--workdir={work}", "--ema=0.05,0.10,0.15,0.999", "--guidance=2", "--num_heldout=1")
+    swept = commands.run("evaluate", *flags, devices=1)
     assert swept.code == 0, swept.err
     table = (work / "evaluation" / "step_00000012" / "sweep.csv").read_text()
     averaged = [line.split(",")[2] for line in table.splitlines()[1:]]

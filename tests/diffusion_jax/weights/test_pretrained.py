@@ -249,8 +249,7 @@ def test_a_hugging_face_name_is_downloaded_and_a_failure_is_an_error(monkeypatch
     assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # A repository with pickles only.
     with pytest.raises(FileNotFoundError, match=r"'owner/nothing' is not a local folder.*no network"):
         pretrained.locate("owner/nothing")
-    asked_of = ["google-t5/t5-small", "st", "t5-11b", "st", "t5-11b", "bin", "owner/nothing"]
-    assert asked == asked_of
+    assert asked == ["google-t5/t5-small", "st", "t5-11b", "st", "t5-11b", "bin", "owner/nothing"]
 
 
 def test_a_stored_array_is_a_pytree_leaf_with_shape_and_dtype():
