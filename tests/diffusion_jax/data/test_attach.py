@@ -1,6 +1,5 @@
 """Joining NeMo's tars of embeddings with the pictures of a table, without copying."""
 
-import io
 import pickle
 
 import numpy as np
@@ -10,11 +9,16 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import __main__ as data_command
 from diffusion_jax.data import sources, tars
 from diffusion_jax.data.decoding import Unusable
-from tests import written_tars
+from tests import golden_sets, written_tars
+from tests.diffusion_jax.data import calls
 
 
 def as_nemo(array):
     return pickle.dumps({"embeddings_t5_xxl": {"encodings": array}})
+
+
+def embedding(shard, number):
+    return np.full((2, 4), 10 * shard + number, np.float16)
 
 
 def write_embeddings(path, embeddings, checksums=False):
@@ -32,21 +36,15 @@ def data(tmp_path, monkeypatch):
         records = [{tars.KEY: b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"} for i in range(3)]
         tars.write(tmp_path / f"images/{shard:05}.tar", records)
     places = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # (0, 2) has no embedding.
-    write_embeddings(
-        tmp_path / "precached/t0_r0_0.tar",
-        [(f"{s:05}.tar/{i:04}", np.full((2, 4), 10 * s + i, np.float16)) for s, i in places],
-    )
+    stored = [(f"{s:05}.tar/{i:04}", embedding(s, i)) for s, i in places]
+    write_embeddings(tmp_path / "precached/t0_r0_0.tar", stored)
     return tmp_path
 
 
 def attach(data, *more):
     """Attach the embeddings, and return the exit code."""
     flags = (f"--out={data}/table", "--column=t5", f"--from={data}/precached", *more)
-    try:
-        data_command.main(["attach", f"webdataset:{data}/images", *flags])
-    except SystemExit as ended:
-        return ended.code
-    return 0
+    return calls.exit_code(data_command.main, "attach", f"webdataset:{data}/images", *flags)
 
 
 def opened(data, text="t5.npy", uncaptioned="drop"):
@@ -85,16 +83,8 @@ def test_pictures_without_an_embedding_are_an_error_unless_they_are_dropped(data
 
 def test_all_that_does_not_fit_is_counted_and_named(data, capsys):
     more = data / "precached/t1.tar"
-    write_embeddings(
-        more,
-        [
-            ("00000/0002", np.zeros((1, 3))),
-            ("00001.tar/0001", np.ones((2, 4))),
-            ("00009.tar/0001", np.ones((2, 4))),
-            ("00001.tar/0000", np.ones((2, 4))),
-        ],
-        checksums=True,
-    )
+    ones = [(name, np.ones((2, 4))) for name in ("00001.tar/0001", "00009.tar/0001", "00001.tar/0000")]
+    write_embeddings(more, [("00000/0002", np.zeros((1, 3))), *ones], checksums=True)
     whole = bytearray(more.read_bytes())
     at = whole.index(b"00001.tar/0001") + 512 + 200
     whole[at] ^= 1
@@ -106,9 +96,7 @@ def test_all_that_does_not_fit_is_counted_and_named(data, capsys):
     assert set(printed) == {"joined", "no picture", "duplicates", "damaged", "width 3", "to train"}
     first = f"{data}/precached/t0_r0_0.tar/00001.tar"
     assert printed["duplicates"].startswith("2: ") and first in printed["duplicates"]
-    assert printed["damaged"] == (
-        f"1: {more}/00001.tar/0001.pickle (wrong_checksum: a file of it has changed since it was written)"
-    )
+    assert printed["damaged"].startswith(f"1: {more}/00001.tar/0001.pickle (wrong_checksum: ")
     assert printed["width 3"] == f"1: {more}/00000/0002.pickle"
     texts = opened(data).texts(range(6))
     np.testing.assert_array_equal(texts[3], np.ones((2, 4)))  # The last of two embeddings.
@@ -133,21 +121,17 @@ def test_embeddings_without_a_tar_in_their_name_belong_to_any_tar(data, name):
     written_tars.write(data / "images/00000.tar", {member: member.encode() for member in members})
     (data / "images/00001.tar").unlink()
     (data / "precached/t0_r0_0.tar").unlink()
-    array = io.BytesIO()
-    np.save(array, np.eye(2, 4))
-    tars.write(data / "precached/e.tar", [{tars.KEY: name.encode(), "t5.npy": array.getvalue()}])
+    tars.write(data / "precached/e.tar", [{tars.KEY: name.encode(), "t5.npy": golden_sets.array(5, (2, 4))}])
     assert attach(data) == 0
     [record] = opened(data).read([0])
     assert record.image == f"{name}.jpg".encode()
-    np.testing.assert_array_equal(record.text, np.eye(2, 4))
+    np.testing.assert_array_equal(record.text, np.full((2, 4), 5))
 
 
 def write_bare(data, name, shard, numbers=range(3)):
     """Write a tar of embeddings whose names do not say of which tar they are."""
     (data / "precached/t0_r0_0.tar").unlink(missing_ok=True)
-    write_embeddings(
-        data / f"precached/{name}.tar", [(f"{i:04}", np.full((2, 4), 10 * shard + i, np.float16)) for i in numbers]
-    )
+    write_embeddings(data / f"precached/{name}.tar", [(f"{i:04}", embedding(shard, i)) for i in numbers])
 
 
 @pytest.mark.parametrize("others", [{}, {"sub/00009": 9, "more": 7}])
@@ -207,11 +191,7 @@ def test_what_cannot_be_attached_is_refused_in_one_line(data, capfd, more, error
 def edit(data, names):
     """Leave out the named pictures, and return the exit code."""
     (data / "names.txt").write_text("\n".join(names))
-    try:
-        data_command.main(["edit", f"{data}/table", f"--leave_out={data}/names.txt"])
-    except SystemExit as ended:
-        return ended.code
-    return 0
+    return calls.exit_code(data_command.main, "edit", f"{data}/table", f"--leave_out={data}/names.txt")
 
 
 def test_left_out_pictures_keep_their_rows_and_are_not_read(data, capsys):

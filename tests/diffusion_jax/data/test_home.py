@@ -68,21 +68,15 @@ def test_a_folder_is_imported_once(folder, imports):
     assert len(imports) == 2 and len(list((folder / storage.OWN).iterdir())) == 2
 
 
-def rewrite(folder):
-    (folder / "00001.txt").write_text("another caption")
+def rewrite(folder, text="another caption"):
+    (folder / "00001.txt").write_text(text)
 
 
 CHANGES = {
     "a caption is edited": (rewrite, True),
-    "a caption of the same size": (
-        lambda f: (f / "00001.txt").write_text("x" * len((f / "00001.txt").read_text())),
-        True,
-    ),
+    "a caption of the same size": (lambda f: rewrite(f, "x" * (f / "00001.txt").stat().st_size), True),
     "a caption is removed": (lambda f: (f / "00001.txt").unlink(), True),
-    "a picture is added": (
-        lambda f: (shutil.copy(f / "00001.png", f / "9.png"), shutil.copy(f / "00001.txt", f / "9.txt")),
-        True,
-    ),
+    "a picture is added": (lambda f: [shutil.copy(f / f"00001.{s}", f / f"9.{s}") for s in ("png", "txt")], True),
     "a picture is renamed": (lambda f: (f / "00001.png").rename(f / "00001.PNG"), True),
     "a file is touched": (lambda f: (f / "00001.txt").touch(), False),
     "a note is added": (lambda f: (f / "note.md").write_text("x"), False),

@@ -16,10 +16,13 @@ RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (4, SIDE, SIDE, 4), np.uint8)
 
 
-def write(folder, pixels=PIXELS, **options):
+def write(folder, pixels=PIXELS, kind="alpha", **options):
+    """Write pictures; of the kind "file", their opacity is a file beside each."""
     folder.mkdir()
     for n, image in enumerate(pixels):
-        Image.fromarray(image).save(folder / f"{n}.png", **options)
+        if kind == "file":
+            Image.fromarray(image[..., 3]).save(folder / f"{n}.mask.png")
+        Image.fromarray(image if kind == "alpha" else image[..., :3]).save(folder / f"{n}.png", **options)
         (folder / f"{n}.txt").write_text(f"picture {n}")
     return folder
 
@@ -53,15 +56,12 @@ def test_a_mask_is_turned_and_cropped_with_its_picture(tmp_path):
 
 
 def test_every_pixel_of_an_opaque_picture_has_loss_weight_1(tmp_path):
-    read = opened(write(tmp_path / "a", PIXELS[..., :3]), "alpha").columns(np.arange(4))
+    read = opened(write(tmp_path / "a", kind=""), "alpha").columns(np.arange(4))
     assert (read.mask == 255).all()
 
 
 def test_a_file_beside_a_picture_is_its_mask_and_no_picture_itself(tmp_path):
-    write(tmp_path / "a", PIXELS[..., :3])
-    for n in range(4):
-        Image.fromarray(PIXELS[n, ..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
-    pictures = opened(tmp_path / "a", "file")
+    pictures = opened(write(tmp_path / "a", kind="file"), "file")
     read = pictures.columns(np.arange(len(pictures)))
     np.testing.assert_array_equal(read.images, PIXELS[..., :3])
     np.testing.assert_array_equal(read.mask, PIXELS[..., 3])
@@ -161,11 +161,7 @@ def test_each_batch_of_an_aspect_bucket_has_masks_of_its_shape(tmp_path, kind):
     shapes = [(8, 8), (4, 16)]
     sizes = [(height, width + 2, 4) for height, width in shapes]
     wide = [RNG.integers(0, 256, sizes[n % 2], np.uint8) for n in range(8)]
-    write(tmp_path / "a", wide if kind == "alpha" else [x[..., :3] for x in wide])
-    for n, pixels in enumerate(wide):
-        if kind == "file":
-            Image.fromarray(pixels[..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
-    pictures = opened(tmp_path / "a", kind)
+    pictures = opened(write(tmp_path / "a", wide, kind), kind)
     tokenize = lambda texts: {"n": np.array([int(text[-1]) for text in texts])}
     buckets = aspect_buckets.sort(pictures, shapes)
     batches = pipeline.make_batches(pictures, tokenize, batch_size=4, seed=0, flip=True, buckets=buckets)
@@ -182,10 +178,8 @@ def test_each_batch_of_an_aspect_bucket_has_masks_of_its_shape(tmp_path, kind):
 
 
 def test_the_pictures_of_a_prior_count_in_full_beside_masked_ones(tmp_path):
-    write(tmp_path / "a", PIXELS[..., :3])
-    for n in range(4):
-        Image.fromarray(PIXELS[n, ..., 3]).save(tmp_path / "a" / f"{n}.mask.png")
-    prior = write(tmp_path / "b", PIXELS[:1, ..., :3])
+    write(tmp_path / "a", kind="file")
+    prior = write(tmp_path / "b", PIXELS[:1], kind="")
     (prior / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "old"}\n')
     pictures = opened(tmp_path / "a", "file", prior=str(prior))
     assert isinstance(pictures, Mixture)

@@ -1,5 +1,6 @@
 """The order of the data does not depend on the number of processes, threads or restarts."""
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -49,6 +50,11 @@ def numbers(iterator, steps):
         return np.stack([next(iterator)["n"] for _ in range(steps)])
 
 
+def batches_of(path, format="folder", **kw):
+    """Return batches of four pictures of a data set."""
+    return pipeline.make_batches(open_pictures(Data(format, str(path)), 8), TOKENIZE, batch_size=4, seed=3, **kw)
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     path = digits.write_examples(tmp_path_factory.mktemp("data"), 11, size=8)
@@ -74,10 +80,8 @@ def test_batches_of_one_row_can_be_resumed_and_have_names():
 
 def test_data_smaller_than_its_share_of_a_batch_is_reported_as_repeated():
     buckets = Buckets([(16, 16), (48, 16)], np.array([0] * 8 + [1] * 3))
-    assert pipeline.repetitions(Numbers(11), buckets, 8) == [
-        "the bucket 48x16 has 3 pictures for 8 rows of a batch, so a batch repeats them: lower "
-        "batch_size, or add pictures"
-    ]
+    (line,) = pipeline.repetitions(Numbers(11), buckets, 8)
+    assert line.startswith("the bucket 48x16 has 3 pictures for 8 rows of a batch, so a batch repeats them: lower")
     assert pipeline.repetitions(Numbers(8), None, 8) == []
     (line,) = pipeline.repetitions(Numbers(7), None, 8)
     assert line.startswith("the data set has 7 pictures for 8 rows of a batch")
@@ -129,17 +133,7 @@ def test_a_batch_may_be_larger_than_the_data():
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_restored_iterator_continues_exactly_also_with_broken_images(damaged, num_threads):
-    def make(process_index=0, process_count=1):
-        return pipeline.make_batches(
-            open_pictures(Data("folder", path=damaged), 8),
-            TOKENIZE,
-            batch_size=4,
-            seed=3,
-            num_threads=num_threads,
-            process_index=process_index,
-            process_count=process_count,
-        )
-
+    make = functools.partial(batches_of, damaged, num_threads=num_threads)
     with make() as iterator:
         expected = [next(iterator) for _ in range(9)]
         assert iterator.skipped() == {"broken_image": 1}
@@ -152,7 +146,7 @@ def test_a_restored_iterator_continues_exactly_also_with_broken_images(damaged, 
         iterator.set_state(state)
         assert iterator.get_state() == state
         jax.tree.map(np.testing.assert_array_equal, [next(iterator) for _ in range(5)], expected[4:])
-    with make(1, 2) as iterator:  # Two processes can restore the state of a single one.
+    with make(process_index=1, process_count=2) as iterator:  # Two processes can restore the state of a single one.
         iterator.set_state(state)
         np.testing.assert_array_equal(next(iterator)["image"], expected[4]["image"][2:])
 
@@ -167,19 +161,15 @@ def test_the_state_is_json_and_is_rejected_with_other_data():
     with batches(10, 2, seed=7) as iterator:
         iterator.set_state(state)
         np.testing.assert_array_equal(next(iterator)["n"], numbers(batches(10, 2, seed=7), 3)[2])
-    with (
-        batches(11, 4, seed=7) as iterator,
-        pytest.raises(ValueError, match=r"'pictures': 10}, but the data are now .*'pictures': 11}"),
-    ):
+    message = r"'pictures': 10}, but the data are now .*'pictures': 11}"
+    with batches(11, 4, seed=7) as iterator, pytest.raises(ValueError, match=message):
         iterator.set_state(state)
 
 
 @pytest.mark.parametrize("format", ["folder", "webdataset"])
 def test_a_position_is_rejected_if_pictures_of_the_same_number_were_renamed(tmp_path, format):
     digits.write_examples(tmp_path, 6, size=8, format=format)
-    opened = lambda: pipeline.make_batches(
-        open_pictures(Data(format, path=str(tmp_path)), 8), TOKENIZE, batch_size=4, seed=3
-    )
+    opened = functools.partial(batches_of, tmp_path, format)
     with opened() as iterator:
         expected = [next(iterator) for _ in range(2)]
         earlier = json.loads(iterator.get_state()) | {"samples": 4}
@@ -197,9 +187,7 @@ def test_a_position_is_rejected_if_pictures_of_the_same_number_were_renamed(tmp_
 
 def test_a_position_is_continued_with_a_warning_if_a_caption_was_edited(tmp_path, caplog):
     path = digits.write_examples(tmp_path, 6, size=8)
-    opened = lambda: pipeline.make_batches(
-        open_pictures(Data("folder", path=str(path)), 8), TOKENIZE, batch_size=4, seed=3
-    )
+    opened = functools.partial(batches_of, path)
     with opened() as iterator:
         state = [next(iterator) and iterator.get_state() for _ in range(2)][-1]
         expected = [next(iterator)["image"] for _ in range(2)]
@@ -220,15 +208,13 @@ def test_a_position_is_continued_with_a_warning_if_a_caption_was_edited(tmp_path
 
 
 def test_a_position_between_two_batches_of_another_size_continues_at_its_sample():
-    tokenize = lambda texts: {"n": np.array(texts, int)}
     order = [int(n) for batch in numbers(batches(10, 4, seed=7), 8) for n in batch]
     with batches(10, 4, seed=7) as iterator:
         state = [next(iterator) and iterator.get_state() for _ in range(3)][-1]
     for processes in (1, 2):
         parts = []
         for p in range(processes):
-            split = {"process_index": p, "process_count": processes, "num_threads": 2}
-            with batches(10, 10, seed=7, tokenize=tokenize, **split) as part:
+            with batches(10, 10, seed=7, process_index=p, process_count=processes, num_threads=2) as part:
                 next(part)
                 part.set_state(state)
                 assert part.get_state() == state
@@ -308,18 +294,19 @@ def test_close_stops_the_reading_threads_and_can_be_called_twice():
     assert not readers()
 
 
+FAILING = """
+from diffusion_jax.data import pipeline
+from diffusion_jax.examples.digits import rendering as digits
+batches = pipeline.make_batches(digits.Digits(16), lambda texts: {}, batch_size=8, seed=0, num_threads=4)
+next(batches)
+raise RuntimeError("the step failed")
+"""
+
+
 @pytest.mark.gate
 @pytest.mark.slow
 def test_a_process_that_raises_an_error_exits_although_its_batches_are_open():
-    program = (
-        "from diffusion_jax.data import pipeline\n"
-        "from diffusion_jax.examples.digits import rendering as digits\n"
-        "batches = pipeline.make_batches(digits.Digits(16), lambda texts: {}, batch_size=8, seed=0,"
-        " num_threads=4)\n"
-        "next(batches)\n"
-        "raise RuntimeError('the step failed')\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", FAILING], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert ended.stderr.rstrip().endswith("RuntimeError: the step failed")
 

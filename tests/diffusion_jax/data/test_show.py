@@ -1,6 +1,8 @@
 """The commands import and show: what they print of a messy folder, and what they doubt."""
 
+import functools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from diffusion_jax.data import __main__ as data_command
 from diffusion_jax.data import guess, show, sources, tars
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.files.untrusted import POINTER
+from tests.diffusion_jax.data import calls
 from tests.imagen_jax import commands
 
 LFS = POINTER + b"v1\noid sha256:0\nsize 3\n"
@@ -43,13 +46,7 @@ def messy(tmp_path):
     return root
 
 
-def run(*arguments):
-    """Run a command, and return its exit code."""
-    try:
-        data_command.main([str(argument) for argument in arguments])
-    except SystemExit as ended:
-        return ended.code
-    return 0
+run = functools.partial(calls.exit_code, data_command.main)
 
 
 def test_each_file_of_a_messy_folder_has_an_origin_or_a_reason(messy, capsys):
@@ -148,11 +145,29 @@ def several(texts, **more):
     return files | beside | {name.replace("_", "."): of for name, of in more.items()}
 
 
+UNREAD = "files that may hold captions, but are not read: 1, such as "
 FINE = ["a cat", "a dog", "a fox", "a cat"]
 NAMED = "file_name,text\n" + "".join(f"{i}.png,a cat {i}\n" for i in range(4))
 BLANK = "file_name,caption\n0.png,a cat\n0.png,\n1.png,a dog\n1.png,\n"
 NULL = '{"file_name": "0.png", "text": "a cat"}\n{"file_name": "1.png", "text": []}\n'
 AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out/2.png")}
+
+
+def write(folder, files):
+    """Write texts and bytes; None stands for a picture."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            draw(folder / name)
+        else:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def check_doubts(path, lines):
+    """Compare the doubts about the data with patterns, one for each."""
+    found = show.doubts(sources.open_records(guess.guess(path)))
+    assert len(found) == len(lines), found
+    assert [line for line, begin in zip(found, lines, strict=True) if not re.search(begin, line[:99])] == []
 
 
 @pytest.mark.parametrize(
@@ -170,46 +185,26 @@ AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out
         (several(["a cat", None]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
         (several(["a cat", "a dog", None]), []),
         (several(["a cat", ""]), ["1 of 2 pictures have no caption, such as 1.png: add capt"]),
-        (
-            several([None, None], a_txt="b"),
-            ["2 of 2 pictures have no caption, such as 0.png; texts without a picture: a.txt: add captions, or"],
-        ),
+        (several([None, None], a_txt="b"), ["2 of 2 .* 0.png; texts without a picture: a.txt: add"]),
         (several([*FINE, LFS]), ["pointers of Git LFS: 1 in texts, such as that of 4.png: run"]),
         ({**several(FINE), "0.png": LFS}, ["pointers of Git LFS: 1 of 4 picture files looked into"]),
-        (several(FINE, m_csv=NAMED), ["files that may hold captions, but are not read: 1, such as m.csv"]),
-        (several(FINE, m_txt=NAMED), ["files that may hold captions, but are not read: 1, such as m.txt"]),
+        (several(FINE, m_csv=NAMED), [f"{UNREAD}m.csv"]),
+        (several(FINE, m_txt=NAMED), [f"{UNREAD}m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
         (several(FINE, m_csv="id,label\n0,cat\n1,dog\n"), []),
         (several(FINE, m_csv="key,caption,status\n0,a,ok\n1,a,ok\n"), []),
-        (
-            several([None] * 12, m_csv="id,name\n10,a shirt\n11,a skirt\n"),
-            ["12 of 12 pictures have no caption, such as 0.png", "files that may hold captions, but are not read: 1, "],
-        ),
-        (
-            {**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"},
-            ["files that may hold captions, but are not read: 1, such as n.csv: give it the"],
-        ),
+        (several([None] * 12, m_csv="id,name\n10,a shirt\n11,a skirt\n"), ["12 of 12 pictures", UNREAD]),
+        ({**several([None] * 4, m_csv=NAMED), "n.csv": "text\na cat\n"}, [f"{UNREAD}n.csv: give it the"]),
         ({**several([None] * 2), "m.csv": BLANK}, []),
         ({**several([None] * 2), "m.jsonl": NULL}, ["1 of 2 pictures have no caption, such as 1"]),
-        (
-            {**several([None] * 3), "m.csv": NAMED, "3.jpg": None},
-            ["captions found without the suffix: 1, such as that of 3.jpg in m.csv: look at"],
-        ),
+        ({**several([None] * 3, m_csv=NAMED), "3.jpg": None}, ["suffix: 1, such as that of 3.jpg in m.csv"]),
         ({"0.jpg": None, "1.jpg": None, "m.csv": NAMED}, []),
         (AWAY, ["captions found by the file name alone: 2, such as that of in/0.png in m"]),
     ],
 )
 def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        if content is None:
-            draw(path)
-        else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = show.doubts(sources.open_records(guess.guess(str(tmp_path))))
-    assert len(found) == len(lines), found
-    assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
+    write(tmp_path, files)
+    check_doubts(str(tmp_path), lines)
 
 
 BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
@@ -222,28 +217,22 @@ BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
         ({}, {"00.parquet": "", "00_stats.json": '{"key": "000", "caption": "a dog"}'}, []),
         ({"001.png": LFS}, {}, ["pointers of Git LFS: 1 of 4 picture files looked into, such as that of "]),
         ({"002.txt": LFS, "003.txt": LFS}, {}, ["pointers of Git LFS: 2 in texts, such as that of "]),
-        ({}, {"train.csv": BY_KEY}, ["files that may hold captions, but are not read: 1, such as "]),
-        ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, ["files that may hold captions, but are not read: 1,"]),
+        ({}, {"train.csv": BY_KEY}, [UNREAD]),
+        ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, [UNREAD]),
         ({}, {"train.csv": "name,price\ncar,3\n", "a.png": None}, []),
-        ({"README.txt": "000.png 001.png"}, {}, []),
+        ({"README.txt": b"000.png 001.png"}, {}, []),
     ],
 )
 def test_doubts_about_tars_name_pointers_and_tables_beside_them(tmp_path, changes, beside, lines):
-    (tmp_path / "set").mkdir()
     draw(tmp_path / "a.png")
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set", beside)
     pairs = {f"{i:03}": {"png": (tmp_path / "a.png").read_bytes(), "txt": text.encode()} for i, text in enumerate(FINE)}
     for name, content in changes.items():
         key, _, suffix = name.partition(".")
-        pairs.setdefault(key, {})[suffix] = content if isinstance(content, bytes) else content.encode()
+        pairs.setdefault(key, {})[suffix] = content
     tars.write(tmp_path / "set/00.tar", [{tars.KEY: key.encode(), **files} for key, files in pairs.items()])
-    for name, content in beside.items():
-        if content is None:
-            draw(tmp_path / "set" / name)
-        else:
-            (tmp_path / "set" / name).write_text(content)
-    found = show.doubts(sources.open_records(guess.guess(f"webdataset:{tmp_path}/set")))
-    assert len(found) == len(lines), found
-    assert [line for line, begin in zip(found, lines, strict=True) if begin not in line[:99]] == []
+    check_doubts(f"webdataset:{tmp_path}/set", lines)
 
 
 def test_doubts_are_warnings_or_with_strict_an_error(tmp_path):

@@ -17,10 +17,8 @@ ROOT = pathlib.Path(__file__).parents[3]
 def test_importing_the_pipeline_does_not_import_data_sources():
     modules = {place.partition(":")[0] for name, place in SOURCES.items() if name != "mixture"}
     heavy = {"pyarrow", "sklearn", "tensorflow_datasets"}
-    program = (
-        "import sys, diffusion_jax.data.pipeline, diffusion_jax.data.sources\n"
-        f"print({modules | heavy} & set(sys.modules))"
-    )
+    imports = "import sys, diffusion_jax.data.pipeline, diffusion_jax.data.sources"
+    program = f"{imports}\nprint({modules | heavy} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"
 

@@ -76,10 +76,9 @@ def test_embeddings_stay_in_their_files(tmp_path, home, kind):
     encoded = [(tmp_path / f"{number}.npy").read_bytes() for number in range(3)]
     (tmp_path / "all.tar").write_bytes(bytes(512) + (bytes(512)).join(encoded))
     at = [512, 1024 + len(encoded[0]), 1536 + 2 * len(encoded[0])]
-    places = [
-        Place(f"{tmp_path}/{n}.npy") if kind == "file" else Place(f"{tmp_path}/all.tar", at[n], len(encoded[n]), kind)
-        for n in range(3)
-    ]
+    places = [Place(f"{tmp_path}/all.tar", first, len(of), kind) for first, of in zip(at, encoded, strict=True)]
+    if kind == "file":
+        places = [Place(f"{tmp_path}/{n}.npy") for n in range(3)]
     one, two = InPlace(places[0], "npy"), InPlace(places[1], "t5.npy", 0.25)
     rows = [row(0, [one]), row(1, [two, InPlace(places[2], "npy")]), row(2, [one])]
     first, several, again = written(home, rows, root=str(tmp_path)).texts([0, 1, 2])
@@ -133,9 +132,8 @@ def test_places_are_relative_to_the_root_of_the_table(home):
         ]
         names = [f"{inside}/a.tar/x/1", "x/2", "the name", "a.png", f"{inside}/a.tar/x/5"]
         assert opened.names(range(5)) == names
-        assert sorted(opened.files()) == sorted(
-            [f"{inside}/a.tar", "gs://bucket/b.tar", f"{inside}/other/name.png", "/database/a.png", "/masks/1.png"]
-        )
+        outside = ["gs://bucket/b.tar", "/database/a.png", "/masks/1.png"]
+        assert sorted(opened.files()) == sorted([f"{inside}/a.tar", f"{inside}/other/name.png", *outside])
 
 
 def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
@@ -146,11 +144,8 @@ def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
         {"year": Unusable("broken_number", "it is: 'x'"), "score": 2.0},
         {"score": Unusable("unreadable", "no")},
     ]
-    mask = Place(str(tmp_path / "m.png"))
-    rows = [
-        Row(f"{n}.png", n, Place(str(tmp_path / f"{n}.png")), "x", (), numbers[n], mask if n else None)
-        for n in range(3)
-    ]
+    place = lambda n: Place(str(tmp_path / f"{n}.png"))
+    rows = [Row(f"{n}.png", n, place(n), "x", (), numbers[n], place("m") if n else None) for n in range(3)]
     opened = written(home, rows, root=str(tmp_path), rule=FIELDS)
     first, second, third = opened.read([0, 1, 2])
     assert first == (b"0.png", "x", "0.png", {"year": 1999.5, "score": 1e-300}, None)
@@ -169,11 +164,8 @@ def test_numbers_masks_and_contents_belong_to_their_rows(tmp_path, home):
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 8, 11])
 def test_rows_in_several_parts_are_one_list(monkeypatch, home, num_rows):
     monkeypatch.setattr(table, "PART", 4)
-    key = lambda n: 2**64 - 1 - n
-    rows = [
-        Row(f"{n}.png", key(n), Place(f"/r/{n}.png"), f"text {n % 3}" if n % 5 else (), [f"origin {n}"])
-        for n in range(num_rows)
-    ]
+    key, text = lambda n: 2**64 - 1 - n, lambda n: f"text {n % 3}" if n % 5 else ()
+    rows = [Row(f"{n}.png", key(n), Place(f"/r/{n}.png"), text(n), [f"origin {n}"]) for n in range(num_rows)]
     left = [("notes.doc", "format"), (os.fsdecode(b"caf\xe9"), "hidden")]
     opened = written(home, rows, left, root="/r")
     assert len(opened) == num_rows == sum(map(len, opened._parts))
@@ -181,9 +173,8 @@ def test_rows_in_several_parts_are_one_list(monkeypatch, home, num_rows):
     assert opened.names(order) == [f"{n}.png" for n in order]
     assert opened.keys(np.array(order)).tolist() == [key(n) for n in order]
     assert opened.origins(order) == [(f"origin {n}",) for n in order]
-    assert [plain(text) for text in opened.texts(order)] == [
-        f"text {n % 3}" if n % 5 else plain(Unusable("no_caption", "it has no text")) for n in order
-    ]
+    missing = plain(Unusable("no_caption", "it has no text"))
+    assert list(map(plain, opened.texts(order))) == [text(n) or missing for n in order]
     assert opened.bare().tolist() == list(range(0, num_rows, 5))
     assert opened.files() == [f"/r/{n}.png" for n in range(num_rows)]
     assert list(opened.left()) == left and opened.left_out() == {"format": 1, "hidden": 1}

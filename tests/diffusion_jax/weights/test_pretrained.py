@@ -101,42 +101,31 @@ def test_shards_are_opened_as_one_model(tmp_path):
     assert {name: array.tolist() for name, array in mapped.items()} == {"a": [0] * 3, "b": [1] * 3}
 
 
-def spoil(folder, what):
-    first = folder / "model-00001-of-00002.safetensors"
-    index = folder / pretrained.INDEX
-    match what:
-        case "lost shard":
-            first.unlink()
-        case "lost array":
-            index.write_text(index.read_text().replace('"a"', '"c"'))
-        case "cut":
-            first.write_bytes(first.read_bytes()[:-4])
-        case "no safetensors":
-            first.write_bytes(b"hello, world")
-        case "no index":
-            index.unlink()
-        case "no json":
-            index.write_text("{")
-        case "nothing":
-            for path in folder.iterdir():
-                path.unlink()
+FIRST, INDEX = "model-00001-of-00002.safetensors", pretrained.INDEX
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("damage", "message"),
     [
-        ("lost shard", r"lacks model-00001-of-00002.safetensors \(.* lists 2 shards\)"),
-        ("lost array", "lists the array c, but none of its shards holds this array"),
-        ("cut", r"ends after \d+ of \d+ bytes: download it again"),
-        ("no safetensors", "holds no weights, but the text"),
-        ("no index", "holds 2 safetensors files, but none is called model.safetensors"),
-        ("no json", "cannot read .* as JSON"),
-        ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),
+        (lambda f: (f / FIRST).unlink(), rf"lacks {FIRST} \(.* lists 2 shards\)"),
+        (
+            lambda f: (f / INDEX).write_text(f'{{"weight_map": {{"c": "{FIRST}"}}}}'),
+            "lists the array c, but none of its s",
+        ),
+        (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-4]), r"ends after \d+ of \d+ bytes: download it"),
+        (lambda f: (f / FIRST).write_bytes(b"hello, world"), "holds no weights, but the text"),
+        (lambda f: (f / INDEX).unlink(), "holds 2 safetensors files, but none is called model.safetensors"),
+        (lambda f: (f / INDEX).write_text("{"), "cannot read .* as JSON"),
+        (
+            lambda f: [path.unlink() for path in f.iterdir()],
+            "holds no weights: it needs model.safetensors or pytorch_m",
+        ),
     ],
+    ids=["lost shard", "lost array", "cut", "no safetensors", "no index", "no json", "nothing"],
 )
-def test_missing_or_damaged_shards_are_errors_that_name_them(tmp_path, what, message):
+def test_missing_or_damaged_shards_are_errors_that_name_them(tmp_path, damage, message):
     folder = sharded(tmp_path / "model")
-    spoil(folder, what)
+    damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
         pretrained.open_weights(folder)
 

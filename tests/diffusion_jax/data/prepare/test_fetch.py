@@ -11,8 +11,10 @@ import pytest
 from diffusion_jax import files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare import fetch
+from tests.diffusion_jax.data import calls
 
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
+HALF = len(CONTENT) // 2
 TAG = '"v0"'
 
 
@@ -112,7 +114,7 @@ def test_a_broken_connection_is_resumed(server, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     (path,) = fetch.fetch([f"{server.url}/breaks"], tmp_path, {"breaks": SHA512})
     assert path.read_bytes() == CONTENT
-    assert server.starts == [("/breaks", 0), ("/breaks", len(CONTENT) // 2)]
+    assert server.starts == [("/breaks", 0), ("/breaks", HALF)]
 
 
 CHANGED = CONTENT[::-1]
@@ -121,12 +123,8 @@ CHANGED = CONTENT[::-1]
 @pytest.mark.parametrize(
     "old, new, second",
     [
-        ({"ETag": TAG}, {"ETag": '"v1"'}, len(CONTENT) // 2),
-        (
-            {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"},
-            {"Last-Modified": "Fri, 02 Jan 2026 00:00:00 GMT"},
-            len(CONTENT) // 2,
-        ),
+        ({"ETag": TAG}, {"ETag": '"v1"'}, HALF),
+        ({"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}, {"Last-Modified": "Fri, 02 Jan 2026 00:00:00 GMT"}, HALF),
         ({"ETag": 'W/"v0"'}, {"ETag": 'W/"v0"'}, 0),
         ({}, {}, 0),
     ],
@@ -197,9 +195,7 @@ def test_a_file_url_is_copied(tmp_path):
 
 def test_the_fetch_command_downloads_and_checks_its_flags(server, tmp_path, capsys):
     def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            prepare.main(["fetch", f"--out={tmp_path}/out", *arguments])
-        return ended.value.code, capsys.readouterr()
+        return calls.exit_code(prepare.main, "fetch", f"--out={tmp_path}/out", *arguments), capsys.readouterr()
 
     (tmp_path / "sums").write_text(f"{SHA512}  b\n")
     urls = [f"--url={server.url}/{{a,b}}", f"--sums={tmp_path}/sums"]

@@ -1,5 +1,6 @@
 """The commands that prepare data sets, and their output."""
 
+import functools
 import json
 import os
 
@@ -11,14 +12,10 @@ from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import open_folder
 from diffusion_jax.examples.digits import rendering as digits
+from tests.diffusion_jax.data import calls
 from tests.imagen_jax import commands
 
-
-def run(*arguments):
-    """Run a command and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        prepare.main([str(argument) for argument in arguments])
-    return ended.value.code
+run = functools.partial(calls.exit_code, prepare.main)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +118,12 @@ def test_reshard_logs_how_many_shards_are_already_done(folder, tmp_path):
 
 
 def test_download_dry_run_prints_the_img2dataset_call_with_extra_arguments(capsys):
-    arguments = (
-        "download",
-        "--urls=laion",
-        "--out=shards",
-        "--size=256",
-        "--dry_run",
-        "--save_additional_columns=[similarity]",
-    )
-    assert run(*arguments) == 0
+    extra = "--save_additional_columns=[similarity]"
+    assert run("download", "--urls=laion", "--out=shards", "--size=256", "--dry_run", extra) == 0
     call = capsys.readouterr().out
     assert call.startswith("img2dataset --url_list=laion --input_format=parquet --url_col=URL ")
     assert "--resize_mode=keep_ratio --image_size=256 --resize_only_if_bigger=True" in call
-    assert call.endswith("'--save_additional_columns=[similarity]'\n")
+    assert call.endswith(f"'{extra}'\n")
 
 
 def test_download_runs_img2dataset_or_prints_how_to_install_it(tmp_path, monkeypatch, capsys):

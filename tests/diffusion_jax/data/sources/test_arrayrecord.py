@@ -1,6 +1,5 @@
 """The ArrayRecord source."""
 
-import io
 import os
 
 import numpy as np
@@ -11,6 +10,8 @@ from diffusion_jax.data import records, tf_examples
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.arrayrecord import open_files
+from tests import golden_sets
+from tests.diffusion_jax.data.sources import messages
 
 
 def write(path, *records):
@@ -20,10 +21,8 @@ def write(path, *records):
 
 def test_records_of_several_files_are_read_in_the_requested_order(tmp_path):
     for shard in range(3):
-        write(
-            tmp_path / f"s-{shard}.array_record",
-            *({"jpg": b"%d%d" % (shard, i), "txt": b"t%d " % i} for i in range(shard + 1)),
-        )
+        rows = ({"jpg": b"%d%d" % (shard, i), "txt": b"t%d " % i} for i in range(shard + 1))
+        write(tmp_path / f"s-{shard}.array_record", *rows)
     records = open_files(tmp_path)
     assert len(records) == 6
     read = records.read([5, 0, 2, 5])
@@ -33,39 +32,19 @@ def test_records_of_several_files_are_read_in_the_requested_order(tmp_path):
 
 
 def test_image_caption_and_embedding_features_can_have_other_names(tmp_path):
-    array = io.BytesIO()
-    np.save(array, np.eye(2, 3, dtype=np.float16))
-    features = {"image": b"x", "caption": b"words", "t5.npy": array.getvalue(), "__key__": b"a/7"}
+    features = {"image": b"x", "caption": b"words", "t5.npy": golden_sets.array(3, (2, 3)), "__key__": b"a/7"}
     path = write(tmp_path / "a.array_record-00000-of-00001", features)
     record = open_files(path, "caption").read([0])[0]
     assert (record.image, record.text, record.name) == (b"x", "words", f"{path}/0 (a/7)")
-    np.testing.assert_array_equal(open_files(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32))
+    np.testing.assert_array_equal(open_files(tmp_path, "t5.npy").read([0])[0].text, np.full((2, 3), 3, np.float32))
     with pytest.raises(ValueError, match=r"no feature txt: it has __key__, caption, image, t5\.npy"):
         open_files(path)
 
 
-def test_a_damaged_record_does_not_affect_others(tmp_path):
-    good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
-    path = write(tmp_path / "a.array_record", *good)
-    contents = bytearray(path.read_bytes())
-    at = contents.index(tf_examples.encode(good[0])[:8])
-    contents[at + 4] ^= 255
-    path.write_bytes(contents)
-    texts = [record.text for record in open_files(path).read([0, 1, 2])]
-    reasons = [text.reason if isinstance(text, Unusable) else text for text in texts]
-    assert reasons == ["broken_record", "two", "no_caption"]
-
-
-def test_embeddings_stay_in_their_records(tmp_path, example):
-    arrays = [io.BytesIO() for _ in range(3)]
-    for number, file in enumerate(arrays):
-        np.save(file, np.full((1, 2), number, np.float32))
-    message = example()
-    feature = message.features.feature
-    feature["image"].bytes_list.value.append(b"x")
-    feature["a.npy"].bytes_list.value.extend(array.getvalue() for array in arrays[:2])
-    feature["b.npy"].bytes_list.value.append(arrays[2].getvalue())
-    write_messages(tmp_path / "a", message.SerializeToString(), example().SerializeToString())
+def test_embeddings_stay_in_their_records(tmp_path):
+    arrays = [golden_sets.array(number, (1, 2)) for number in range(3)]
+    features = {"image": [b"x"], "a.npy": arrays[:2], "b.npy": arrays[2:]}
+    messages.write(tmp_path / "a", messages.encode(features), messages.encode({}))
     table = open_files(tmp_path / "a", "a.npy,b.npy*3")
     text = table.texts([0])[0]
     assert [array[0, 0] for array in text.texts] == [0, 1, 2]
@@ -120,13 +99,6 @@ def test_temporary_files_of_a_killed_writer_are_ignored(tmp_path):
     assert len(open_files(tmp_path)) == 1
 
 
-def write_messages(path, *messages):
-    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for message in messages:
-        writer.write(message)
-    writer.close()
-
-
 @pytest.fixture(scope="module")
 def example():
     """TensorFlow's protobuf class tf.train.Example, which TFDS contains."""
@@ -138,9 +110,8 @@ def example():
 def test_protobuf_can_decode_encoded_features(example):
     features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
     message = example.FromString(tf_examples.encode(features))
-    read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
-    assert {name: list(values) for name, values in read.items()} == {name: [value] for name, value in features.items()}
-    assert tf_examples.decode(tf_examples.encode(features)) == {k: [v] for k, v in features.items()}
+    read = {name: [*feature.bytes_list.value] for name, feature in message.features.feature.items()}
+    assert read == tf_examples.decode(tf_examples.encode(features)) == {k: [v] for k, v in features.items()}
 
 
 def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
@@ -151,21 +122,14 @@ def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
     feature["width"].int64_list.value.extend([-1, 2**40])
     feature["score"].float_list.value.append(0.5)
     feature["none"].bytes_list.SetInParent()
-    assert tf_examples.decode(message.SerializeToString()) == {
-        "image": [b"\xff\xd8" + bytes(300)],
-        "captions": [b"one", b"two"],
-    }
+    texts = {"image": [b"\xff\xd8" + bytes(300)], "captions": [b"one", b"two"]}
+    assert tf_examples.decode(message.SerializeToString()) == texts
 
 
-def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(tmp_path, example):
-    messages = []
-    for images, scores in (([b"a"], [3.0]), ([b"a", b"b"], [3.0]), ([b"a"], [3.0, 4.0])):
-        message = example()
-        message.features.feature["image"].bytes_list.value.extend(images)
-        message.features.feature["txt"].bytes_list.value.append(b"x")
-        message.features.feature["score"].float_list.value.extend(scores)
-        messages.append(message.SerializeToString())
-    write_messages(tmp_path / "a", *messages)
+def test_an_example_with_several_images_or_numbers_is_not_read_as_its_first_one(tmp_path):
+    cases = (([b"a"], [3.0]), ([b"a", b"b"], [3.0]), ([b"a"], [3.0, 4.0]))
+    encoded = [messages.encode({"image": images, "txt": [b"x"]}, {"score": scores}) for images, scores in cases]
+    messages.write(tmp_path / "a", *encoded)
     fields = picture_fields.read(("score=0..10",))
     one, two, numbers = open_files(tmp_path / "a", fields=fields).read([0, 1, 2])
     assert one.image == b"a" and records.checked_numbers(one.numbers, fields) == {"score": 3}

@@ -20,6 +20,7 @@ from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Columns, open_saved
 from diffusion_jax.data.sources.tfds import open_split
 from diffusion_jax.files.untrusted import POINTER
+from tests.diffusion_jax.data.sources import messages
 
 
 def write_arrow(path, images, texts, content=None, rows=None, **options):
@@ -32,11 +33,8 @@ def write_arrow(path, images, texts, content=None, rows=None, **options):
 
 def test_arrow_files_of_save_to_disk_are_read(tmp_path):
     (tmp_path / "outside.jpg").write_bytes(b"third")
-    write_arrow(
-        tmp_path / "data-00000-of-00002.arrow",
-        [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}],
-        [" one", None],
-    )
+    inside = [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}]
+    write_arrow(tmp_path / "data-00000-of-00002.arrow", inside, [" one", None])
     outside = {"bytes": None, "path": "outside.jpg"}
     write_arrow(tmp_path / "data-00001-of-00002.arrow", [outside], ["three"])
     records = open_saved(tmp_path)
@@ -221,14 +219,11 @@ def test_tfds_array_records_and_splits_are_read_without_tensorflow(prepared):
 
 def test_all_captions_of_a_tfds_example_are_read_with_weights(prepared, tmp_path):
     shutil.copytree(prepared, folder := tmp_path / "1.0.0")
-    example = tf_examples.Example()
-    feature = example.features.feature
-    for name, values in (("image", [b"image"]), ("caption", [b"one"]), ("captions/text", [b"two", b" three"])):
-        feature[name].bytes_list.value.extend(values)
+    example = messages.encode({"image": [b"image"], "caption": [b"one"], "captions/text": [b"two", b" three"]})
     info = json.loads((folder / "dataset_info.json").read_text())
     info["splits"][0]["shardLengths"] = ["1"]
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    write_messages(next(folder.glob("*array_record*")), [example.SerializeToString()])
+    messages.write(next(folder.glob("*array_record*")), example)
     table = open_split(f"{folder}@train", "captions/text,caption*2")
     assert table.origins([0]) == [(*["feature captions/text"] * 2, "feature caption")]
     assert table.read([0])[0].text == Captions(("two", "three", "one"), (1 / 6, 1 / 6, 2 / 3))
@@ -242,13 +237,6 @@ def test_list_columns_and_several_columns_give_several_captions(tmp_path):
     texts = [row.text for row in rows_of(table, "text*2,long")]
     assert texts[0] == Captions(("a", "b", "c"), (1 / 3, 1 / 3, 1 / 3)) and texts[2] == "d"
     assert isinstance(texts[1], Unusable) and texts[1].reason == "no_caption"
-
-
-def write_messages(path, messages):
-    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for message in messages:
-        writer.write(message)
-    writer.close()
 
 
 def test_invalid_tfds_names_features_and_splits_are_errors(prepared):
@@ -270,11 +258,8 @@ def tf_records(prepared, tmp_path_factory):
     info["fileFormat"], info["splits"][0]["shardLengths"] = "tfrecord", ["2", "3"]
     (folder / "dataset_info.json").write_text(json.dumps(info))
     for shard, numbers in enumerate((range(2), range(2, 5))):
-        rows = [
-            {"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i, "captions/text": b"c%d" % i}
-            for i in numbers
-        ]
-        frames = [tf_examples.encode(row) for row in rows]
+        row = lambda i: {"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i, "captions/text": b"c%d" % i}
+        frames = [tf_examples.encode(row(i)) for i in numbers]
         contents = [struct.pack("<Q4x", len(f)) + f + struct.pack("<I", tf_examples.checksum(f)) for f in frames]
         (folder / f"tiny-train.tfrecord-0000{shard}-of-00002").write_bytes(b"".join(contents))
     return folder
@@ -283,11 +268,8 @@ def tf_records(prepared, tmp_path_factory):
 def test_tf_records_are_read_at_random_positions_without_tensorflow(tf_records):
     loaded = "tensorflow" in sys.modules  # Other tests may have imported it.
     records = open_split(f"{tf_records}@train")
-    assert [(r.image, r.text) for r in records.read([4, 0, 2])] == [
-        (b"image 4" * 5, "number 4"),
-        (b"image 0", "number 0"),
-        (b"image 2" * 3, "number 2"),
-    ]
+    expected = [(b"image %d" % i * (i + 1), f"number {i}") for i in (4, 0, 2)]
+    assert [(r.image, r.text) for r in records.read([4, 0, 2])] == expected
     part = open_split(f"{tf_records}@train[1:4]", "captions/text")
     assert [record.text for record in part.read(range(len(part)))] == ["c1", "c2", "c3"]
     assert ("tensorflow" in sys.modules) == loaded
@@ -395,14 +377,9 @@ def test_the_number_of_a_tfds_example_is_one_of_its_features(prepared, tmp_path)
     features = top["featuresDict"]["features"]
     features["score"] = {"pythonClassName": name, "tensor": tensor}
     (folder / "features.json").write_text(json.dumps(top))
-    messages = []
-    for n in range(3):
-        example = tf_examples.Example()
-        for kind, text in (("image", b"image"), ("caption", b"a"), ("captions/text", b"a")):
-            example.features.feature[kind].bytes_list.value.append(text)
-        example.features.feature["score"].float_list.value.append(n / 2)
-        messages.append(example.SerializeToString())
-    write_messages(next(folder.glob("*array_record*")), messages)
+    texts = {"image": [b"image"], "caption": [b"a"], "captions/text": [b"a"]}
+    examples = [messages.encode(texts, {"score": [n / 2]}) for n in range(3)]
+    messages.write(next(folder.glob("*array_record*")), *examples)
     records = open_split(f"{folder}@train", fields=picture_fields.read(("score=0..10",)))
     assert [record.numbers["score"] for record in records.read([2, 0])] == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"no feature 'taste': it has .*\. Set data\.fields"):
