@@ -81,10 +81,7 @@ def test_a_field_of_a_network_defaults_to_the_value_in_its_module():
         settings.read(Network, {"depth": 3}, "unet")
 
 
-def test_one_of_rejects_a_name_outside_its_list_and_suggests_one():
-    named.one_of("sampler.name", "heun", ["heun", "ddim"])
-    with pytest.raises(ValueError, match=r"sampler\.name is 'huen': did you mean 'heun'\?"):
-        named.one_of("sampler.name", "huen", ["heun", "ddim"])
+def test_the_names_to_choose_from_may_be_an_iterator():
     with pytest.raises(ValueError, match=r"sampler\.name is 'zzz': choose from heun, ddim"):
         named.one_of("sampler.name", "zzz", iter(["heun", "ddim"]))
 

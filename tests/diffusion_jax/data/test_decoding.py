@@ -28,23 +28,10 @@ def smooth(width, height):
     return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def test_crop_takes_the_centre_of_wide_and_tall_images():
-    stripes = np.repeat(np.eye(3, dtype=np.uint8) * 255, 32, axis=0)  # [96, 3]: red, green, blue
-    wide = np.tile(stripes, (32, 1, 1))
-    np.testing.assert_array_equal(square(encode(Image.fromarray(wide)), 32), np.broadcast_to((0, 255, 0), (32, 32, 3)))
-    tall = encode(Image.fromarray(wide.swapaxes(0, 1)))
-    np.testing.assert_array_equal(square(tall, 32)[:, :, 1], np.full((32, 32), 255))
-
-
 def test_reducing_an_image_antialiases():
     checkers = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     image = square(encode(Image.fromarray(checkers)), 8)
     np.testing.assert_allclose(image.astype(int), 127.5, atol=1)
-
-
-def test_small_images_are_enlarged_by_their_smaller_side():
-    assert square(encode(smooth(40, 30)), 64).shape == (64, 64, 3)
-    assert square(encode(smooth(333, 100)), 64).shape == (64, 64, 3)
 
 
 def test_transparency_becomes_white():

@@ -108,6 +108,10 @@ def test_invalid_engine_flags_are_errors(flags, message):
         engines.of(args)
 
 
+def test_workers_are_counted_from_0():
+    assert [engines.share(*of) for of in ((0, 2), (1, 2), (None, None))] == [(0, 2), (1, 2), (0, 1)]
+
+
 def test_a_missing_beam_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'needs Apache Beam: pip install -e "\.\[beam\]"'):

@@ -54,13 +54,6 @@ def test_broken_images_are_counted_once_and_logged_by_name(folder, caplog):
     assert len(named) == 2 and named[0].startswith("skipped 00003.png: broken_image: ")
 
 
-def test_skip_counts_include_records_that_the_source_left_out(tmp_path):
-    path = digits.write_examples(tmp_path, 5, size=16)
-    (path / "00002.txt").unlink()
-    opened = open_pictures(Data("folder", path=str(path), uncaptioned="drop"), 16)
-    assert opened.skipped() == {"no_caption": 1}
-
-
 def test_skip_counts_add_files_left_out_at_opening_and_at_reading(folder, monkeypatch):
     opened = open_pictures(Data("folder", path=str(folder)), 16)
     monkeypatch.setattr(opened._records, "left_out", lambda: {"broken_image": 5, "format": 1})
@@ -81,14 +74,6 @@ def test_the_error_for_broken_pictures_says_if_only_some_were_tried(folder, monk
         opened.read(np.array([0]))
 
 
-def test_webdatasets_have_the_same_pictures_as_folders(tmp_path):
-    digits.write_examples(tmp_path / "a.tar", 4, size=16, format="webdataset")
-    images, texts = open_pictures(Data("webdataset", path=f"{tmp_path}/a.tar"), 16).read(np.array([3, 1]))
-    expected, captions = digits.Digits(16).read(np.array([3, 1]) * 617)
-    np.testing.assert_array_equal(images, expected)
-    assert list(texts) == captions
-
-
 def test_synthetic_pictures_and_embeddings_have_the_requested_shapes():
     synthetic = open_pictures(Data("synthetic"), 24, embeddings=(7, 5))
     images, texts = synthetic.read(np.arange(4))
@@ -97,12 +82,11 @@ def test_synthetic_pictures_and_embeddings_have_the_requested_shapes():
     assert synthetic.read(np.arange(4, 8))[0] is images
     assert synthetic.read(np.arange(2))[0].shape[0] == 2
     np.testing.assert_array_equal(synthetic.read(np.arange(4))[0], images)
-    assert isinstance(open_pictures(Data("synthetic"), 8).read(np.arange(1))[1][0], str)
+    plain = open_pictures(Data("synthetic"), 8)
+    assert plain.read(np.arange(2))[1] == plain.texts(np.arange(2)) == ["a picture of random noise"] * 2
 
 
-def test_an_unknown_source_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'imagenet' is unknown: choose from folder, webdataset"):
-        open_pictures(Data("imagenet"), 64)
+def test_a_source_without_a_path_is_an_error():
     with pytest.raises(ValueError, match=r"data\.path is empty"):
         open_pictures(Data("folder"), 64)
 
@@ -118,11 +102,6 @@ def test_texts_can_be_read_without_reading_images(tmp_path, kind):
     opened = open_pictures(Data(kind, path=str(path)), 16)
     expected = digits.Digits(16).texts(np.array([3, 1]) * (1 if "." in kind else 617))
     assert list(opened.texts(np.array([3, 1]))) == expected
-
-
-def test_texts_of_the_synthetic_source_can_be_read():
-    synthetic = open_pictures(Data("synthetic"), 8)
-    assert synthetic.texts(np.arange(2)) == ["a picture of random noise"] * 2
 
 
 def test_filters_count_what_they_drop_by_reason(tmp_path):
@@ -174,10 +153,7 @@ def test_captions_that_are_not_utf8_are_skipped_in_training_and_validate(tmp_pat
     for found, name, byte in zip(report["unusable_first"], (1, 3), ("e9", "ef"), strict=True):
         assert found.startswith(f"0000{name}.png: broken_text: ")
         assert f"the text is not UTF-8 text (byte 0x{byte}" in found
-    message = (
-        r"1 of 2 records .*max_broken=0\.2: .* 00001.png \(broken_text: (.*jsonl, line 2: )?"
-        r"the text is not UTF-8 text \(byte 0xe9"
-    )
+    message = r"1 of 2 records .*max_broken=0\.2: .* 00001.png \(broken_text: (.*jsonl, line 2: )?the text is not UTF-8"
     with pytest.raises(ValueError, match=message):
         open_pictures(data._replace(max_broken=0.2), 16).read(np.arange(2))
 

@@ -216,21 +216,6 @@ def test_a_shard_lost_from_an_unfinished_store_is_encoded_again(tmp_path, weight
     assert contents(tmp_path / "store") == contents(whole)
 
 
-def test_a_worker_whose_work_another_has_finished_ends_with_the_same_store(tmp_path, weights, whole):
-    job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
-
-    class Overtaken(engines.Worker):
-        """Let another worker finish everything first, and remove the plan."""
-
-        def fill(self, items, path, write, **how):
-            if not over:
-                over.append(fill.run(job, WORK))
-            super().fill(items, path, write, **how)
-
-    assert fill.run(job, WORK._replace(engine=Overtaken())) == over[0]
-    assert contents(tmp_path / "store") == contents(whole)
-
-
 def copy(source, target):
     target.mkdir()
     for file in source.iterdir():
@@ -372,12 +357,6 @@ def test_a_dry_run_prints_the_size_and_writes_nothing(tmp_path, weights):
     size = r"[\d,]+ captions of \d+\.\d tokens on average \(\d+ at most\) in a sample of [\d,]+: "
     assert re.fullmatch(rf"{size}the store takes at most \S+ GB as int8, and \S+ GB are free\n", ended.out)
     assert not (tmp_path / "store").exists()
-
-
-def test_workers_are_counted_from_0():
-    assert engines.share(1, 2) == (1, 2) and engines.share(None, None) == (0, 1)
-    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: the index must be from 0 to 1"):
-        engines.share(2, 2)
 
 
 def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weights):

@@ -1,6 +1,5 @@
 """Tokenizers against sentencepiece, open_clip and transformers."""
 
-import gzip
 import json
 import threading
 
@@ -40,11 +39,6 @@ def ids(tokenizer, text, length=64):
     return tokens["text_ids"][0][tokens["text_mask"][0]].tolist()
 
 
-def test_t5_gives_the_reference_caption_its_saved_ids(t5):
-    assert ids(t5, CORGI) == CORGI_IDS
-    assert t5.vocab_size == 7500
-
-
 def test_t5_pads_with_0_and_masks(t5):
     tokens = t5([CORGI, ""], 20)
     np.testing.assert_array_equal(tokens["text_ids"], [CORGI_IDS + [0] * 3, [1] + [0] * 19])
@@ -61,16 +55,6 @@ def test_cut_off_returns_the_end_of_the_text_that_is_cut(t5, clip_folder):
     assert t5.cut_off([CORGI], 17) == [""]
     clip = tokenize.clip(clip_folder, open_clip=True)
     assert clip.cut_off(["A  Dog &amp; the Cat", "dog"], 5) == ["the Cat", ""]
-
-
-def test_t5_normalises_characters_and_spaces(t5):
-    """The model's table maps circled and full-width letters, ligatures and white space."""
-    assert ids(t5, "  two   spaces ①\n new") == ids(t5, "two spaces 1 new")
-    assert ids(t5, "\uff34imes \ufb01ne") == ids(t5, "Times fine")
-
-
-def test_control_tokens_written_in_a_caption_are_plain_text(t5):
-    assert not {0, 1} & set(ids(t5, "<pad> x </s> y")[:-1])
 
 
 def test_t5_ids_match_sentencepiece(t5):
@@ -176,20 +160,9 @@ def test_texts_are_cleaned_as_in_open_clip_if_no_file_names_the_padding(transfor
     assert ids(tokenize.clip(transformers_folder, open_clip=True), text) == mended
 
 
-def test_open_clip_decodes_html_entities(clip_folder):
-    as_open_clip = tokenize.clip(clip_folder, open_clip=True)
-    assert ids(as_open_clip, "a &amp;amp; b") == ids(as_open_clip, "a & b")
-    assert ids(tokenize.clip(clip_folder), "a &amp; b") != ids(tokenize.clip(clip_folder), "a & b")
-
-
-def test_vocab_json_and_merges_txt_give_the_same_ids_as_the_gz_file(clip_folder, tmp_path):
-    lines = (clip_folder / "bpe_simple_vocab_16e6.txt.gz").read_bytes()
-    merges = gzip.decompress(lines).decode().split("\n")[1:]
-    vocab = tokenize.clip(clip_folder)._tokenizer.get_vocab()
-    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
-    text = "an astronaut's 12 photos, très jolies!"
-    assert ids(tokenize.clip(tmp_path), text) == ids(tokenize.clip(clip_folder), text)
+def test_open_clip_decodes_html_entities_also_beside_a_less_than_sign(clip_folder):
+    tokenizer = tokenize.clip(clip_folder, open_clip=True)
+    assert ids(tokenizer, "a < b &amp;amp; c") == ids(tokenizer, "a < b & c")
 
 
 def test_tokenizer_json_gives_the_same_ids(t5, clip_folder, tmp_path):

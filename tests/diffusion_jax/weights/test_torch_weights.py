@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from diffusion_jax.weights import torch_weights
 from diffusion_jax.weights.torch_weights import CONV, CONV1D_1, CONV2D_1, CONV_TRANSPOSE, LINEAR, VECTOR, Entry
@@ -126,17 +125,6 @@ def test_a_table_that_does_not_fit_the_model_is_an_error(table, message):
         torch_weights.to_params(state_dict(), table, ABSTRACT)
     with pytest.raises(ValueError, match=re.escape(message)):
         torch_weights.to_state_dict(ABSTRACT_ZEROS, table)
-
-
-def test_npz_and_safetensors_files_are_read(tmp_path):
-    state = state_dict()
-    np.savez(tmp_path / "w.npz", **state)
-    safetensors.numpy.save_file(state, tmp_path / "w.safetensors")
-    for file in ("w.npz", "w.safetensors"):
-        arrays = torch_weights.read(tmp_path / file)
-        assert arrays.keys() == state.keys()
-        for name in state:
-            np.testing.assert_array_equal(arrays[name], state[name], strict=True)
 
 
 def test_missing_damaged_and_pickled_files_are_errors(tmp_path):

@@ -97,13 +97,6 @@ def table(root, name, content):
     return open_folder(root, text=f"{name.rpartition('.')[2]}:text", uncaptioned="drop")
 
 
-def test_a_caption_of_two_lines_is_read_as_pandas_writes_it(tmp_path):
-    images(tmp_path, "0.png", "1.png", "2.png")
-    content = 'file_name,text\n0.png,a fox\n1.png,"a snail\non a leaf, green"\n2.png,b\n'
-    expected = {"0.png": "a fox", "1.png": "a snail\non a leaf, green", "2.png": "b"}
-    assert texts(table(tmp_path, "m.csv", content)) == expected
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
     images(tmp_path, "a.png", "b.png")

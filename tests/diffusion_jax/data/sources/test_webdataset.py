@@ -1,6 +1,5 @@
 """The source webdataset: tables of records in tars, indices of tars, and damaged tars."""
 
-import io
 import os
 import pickle
 import shutil
@@ -17,7 +16,7 @@ from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
-from tests import web_server
+from tests import golden_sets, web_server
 from tests.written_tars import write as write_tar
 
 
@@ -53,23 +52,13 @@ def test_members_with_the_same_stem_form_a_record(tmp_path, format):
         format=format,
     )
     records = open_tars(tar)
-    four = [(b"first", "one"), (b"second", "two"), (b"third", "three"), (b"fourth", "four")]
-    assert records_of(records) == four
+    assert records_of(records) == [(b"first", "one"), (b"second", "two"), (b"third", "three"), (b"fourth", "four")]
     assert records.read([1])[0].name == f"{tar}/c/1.png"
     assert records.inventory().rows() == [
         ("files", "4 pictures, 4 texts, 1 companions"),
         ("left out", f"1 no_picture: {tar}/only.txt"),
         ("left out", f"1 hidden: {tar}/b/._1.jpg"),
     ]
-
-
-def test_embeddings_are_read_from_npz_members(tmp_path):
-    arrays = io.BytesIO()
-    np.savez(arrays, **{"embeddings_t5_xxl/encodings": np.eye(3, 5, dtype=np.float16)})
-    members = {"1.jpg": b"", "1.txt": b"caption", "1.npz": arrays.getvalue()}
-    tar = write_tar(tmp_path / "a.tar", members)
-    np.testing.assert_array_equal(open_tars(tar, text="npz").read([0])[0].text, np.eye(3, 5))
-    assert open_tars(tar).read([0])[0].text == "caption"
 
 
 def test_a_tar_a_folder_and_a_brace_pattern_can_be_opened(tmp_path):
@@ -84,12 +73,8 @@ def test_a_tar_a_folder_and_a_brace_pattern_can_be_opened(tmp_path):
 
 def test_the_error_for_some_missing_tars_names_the_first(tmp_path):
     write_tar(tmp_path / "0.tar", {"1.jpg": b"1", "1.txt": b"one"})
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=r"^2 of the 3 tars .*/{0\.\.2}\.tar do .*: copy .*/1\.tar and others"):
         open_tars(f"{tmp_path}/{{0..2}}.tar")
-    assert str(error.value) == (
-        f"2 of the 3 tars {tmp_path}/{{0..2}}.tar do not exist: copy {tmp_path}/1.tar and others, "
-        "or name only tars that exist"
-    )
 
 
 def test_the_error_for_keys_with_dots_says_where_a_key_ends(tmp_path):
@@ -269,12 +254,10 @@ def test_tars_on_a_web_server_are_read_by_byte_ranges(tmp_path, bucket):
 
 
 def test_distant_members_of_a_record_are_read_separately(tmp_path):
-    array = io.BytesIO()
-    np.save(array, np.eye(2))
-    members = {"1.npy": array.getvalue(), "1.bin": bytes(reading._GAP), "1.jpg": b"first"}
+    members = {"1.npy": golden_sets.array(5, (2, 2)), "1.bin": bytes(reading._GAP), "1.jpg": b"first"}
     tar = write_tar(tmp_path / "a.tar", members)
     (record,) = open_tars(tar, "npy").read([0])
-    np.testing.assert_array_equal(record.text, np.eye(2))
+    np.testing.assert_array_equal(record.text, np.full((2, 2), 5))
     assert (record.image, record.name) == (b"first", f"{tar}/1.jpg")
 
 
@@ -304,14 +287,6 @@ def test_a_wdinfo_pkl_that_would_execute_code_is_an_error(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_captions_are_read_from_json_members(tmp_path):
-    about = {"1": b'{"caption": "one", "width": 3}', "2": b'{"caption": null}', "3": b"{"}
-    members = {f"{key}.jpg": b"x" for key in about} | {f"{key}.json": json for key, json in about.items()}
-    texts = open_tars(write_tar(tmp_path / "a.tar", members), text="json:caption").texts([0, 1, 2])
-    assert texts[0] == "one"
-    assert [t.reason for t in texts if isinstance(t, Unusable)] == ["no_caption", "broken_text"]
-
-
 def test_unreadable_tars_are_skipped_up_to_max_broken(tmp_path):
     for i in range(4):
         write_tar(tmp_path / f"s/{i}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
@@ -324,11 +299,9 @@ def test_unreadable_tars_are_skipped_up_to_max_broken(tmp_path):
 
 
 def test_damaged_embeddings_in_tars_are_unusable_and_others_are_read(tmp_path):
-    array = io.BytesIO()
-    np.save(array, np.eye(2))
-    members = {"1.jpg": b"", "1.npy": array.getvalue(), "2.jpg": b"", "2.npy": b"damaged"}
+    members = {"1.jpg": b"", "1.npy": golden_sets.array(5, (2, 2)), "2.jpg": b"", "2.npy": b"damaged"}
     texts = open_tars(write_tar(tmp_path / "a.tar", members), text="npy").texts([0, 1])
-    np.testing.assert_array_equal(texts[0], np.eye(2))
+    np.testing.assert_array_equal(texts[0], np.full((2, 2), 5))
     assert isinstance(texts[1], Unusable) and texts[1].reason == "broken_text"
 
 
@@ -442,23 +415,9 @@ def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
 
 
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
-    members = {
-        "a/1.JPG": b"1",
-        "a/1.txt": b"one",
-        "a/1.json": b"{}",
-        "a/1.cls": b"3",
-        "a/2.gif": b"2",
-        "a/2.txt": b"two",
-        "a/2.png": b"second",
-        "3.v1.png": b"3",
-        "3.v1.txt": b"three",
-        "4.mp4": b"4",
-        "4": b"no suffix",
-        ".DS_Store": b"",
-        "__MACOSX/1.jpg": b"",
-        "alone.txt": b"t",
-    }
-    tar = write_tar(tmp_path / "s/a.tar", members)
+    names = ["a/1.JPG", "a/1.txt", "a/1.json", "a/1.cls", "a/2.gif", "a/2.txt", "a/2.png", "3.v1.png", "3.v1.txt"]
+    names += ["4.mp4", "4", ".DS_Store", "__MACOSX/1.jpg", "alone.txt"]
+    tar = write_tar(tmp_path / "s/a.tar", dict.fromkeys(names, b"x"))
     with tarfile.open(tar, "a") as opened:
         types = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE
         for name, kind in zip(("5.png", "6.png", "7.png", "folder"), types, strict=True):
