@@ -25,7 +25,7 @@ class Files(http.server.SimpleHTTPRequestHandler):
         self.end_headers()
         return io.BytesIO(part)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 

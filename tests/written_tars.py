@@ -2,9 +2,10 @@
 
 import io
 import tarfile
+from typing import Any
 
 
-def write(path, members, mode="w", format=tarfile.PAX_FORMAT):
+def write(path, members, mode: Any = "w", format=tarfile.PAX_FORMAT):
     """Write members, given as a dictionary or as pairs (name, content), and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, format=format) as tar:

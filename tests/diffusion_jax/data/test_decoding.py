@@ -60,9 +60,8 @@ def test_decoding_a_jpeg_at_reduced_scale_stays_close_to_full_decoding():
 
 def test_an_image_below_min_size_is_unusable():
     assert square(encode(smooth(50, 32)), 16, min_size=32).shape == (16, 16, 3)
-    with pytest.raises(Unusable, match=r"too_small: 50x31, data\.min_size is 32") as error:
+    with pytest.raises(Unusable, match=r"^too_small: 50x31, data\.min_size is 32"):
         square(encode(smooth(50, 31)), 16, min_size=32)
-    assert error.value.reason == "too_small"
 
 
 JPEG = encode(smooth(64, 48), "JPEG")
@@ -71,9 +70,8 @@ PNG = encode(smooth(64, 48))
 
 @pytest.mark.parametrize("data", [b"", b"<html>", JPEG[:-200], PNG[:-200], PNG[:60]])
 def test_damaged_images_are_unusable(data):
-    with pytest.raises(Unusable, match="broken_image: ") as error:
+    with pytest.raises(Unusable, match=r"^broken_image: "):
         square(data, 16)
-    assert error.value.reason == "broken_image"
 
 
 @pytest.mark.parametrize("size", [(97, 64), (64, 97), (31, 50), (333, 200)])
