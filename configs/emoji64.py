@@ -8,11 +8,11 @@ python -m imagen_jax.train --config=configs/emoji64.py --workdir=runs/emoji64
 
 from ml_collections import ConfigDict
 
-from configs import emoji32
+from configs import base32_8m, emoji32
 
 
 def get_config() -> ConfigDict:
-    c = emoji32.get_config()
+    c = emoji32.with_emoji(base32_8m.get_config())
     c.steps = 12_000
     c.batch_size = 256
 
@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
     # al. 2023).
     c.diffusion.update(p_mean=1.0, weight="p2(k=0.0625)")
     c.sampler.update(steps=24, sigma_max=80.0)
+    c.optimizer.schedule = "cosine"
     c.data.threads = 8
     c.save_every, c.sample_every, c.keep_every = 2_000, 2_000, 0
     return c

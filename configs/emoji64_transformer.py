@@ -10,11 +10,13 @@ python -m imagen_jax.train --config=configs/emoji64_transformer.py \
 
 from ml_collections import ConfigDict
 
-from configs import emoji32
+from configs import base32_8m, emoji32
 
 
 def get_config() -> ConfigDict:
-    c = emoji32.get_config()
+    c = emoji32.with_emoji(base32_8m.get_config())
+    c.steps = 4_000
+    c.optimizer.schedule = "cosine"
     c.unet = ConfigDict(
         {
             "kind": "transformer",

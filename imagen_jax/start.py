@@ -57,9 +57,9 @@ def candidates() -> list[Candidate]:
 def fine_tuned(method: str) -> Candidate:
     """Return the candidate that fine-tunes TRAINED: "lora" adds a LoRA, "full" trains all weights.
 
-    Its config is emoji32, with the values of the model's own config.json for the network.
+    Its config is base32_8m, with the values of the model's own config.json for the network.
     """
-    own, base = runs.load(TRAINED), full_config("emoji32", {})
+    own, base = runs.load(TRAINED), full_config("base32_8m", {})
     values = {
         f"{group}.{field}": value
         for group in _GROUPS
@@ -67,12 +67,13 @@ def fine_tuned(method: str) -> Candidate:
         if field not in ("weights", "dtype") and _plain(value) != _plain(base[group].get(field))
     }
     devices = jax.device_count()
-    values |= {"batch_size": -(-_BATCH_SIZE // devices) * devices, "optimizer.warmup": 10}
+    values |= {"batch_size": -(-_BATCH_SIZE // devices) * devices}
+    values |= {"optimizer.warmup": 10, "optimizer.schedule": "cosine"}
     values |= {"unet.weights": TRAINED, "text.max_tokens": own["text"]["max_tokens"]}
     values |= _SETTINGS[method]
     changes: Changes = {name: (_plain(value), "") for name, value in values.items()}
     epochs = _LORA_EPOCHS if method == "lora" else _FULL_EPOCHS
-    stage = TrainingStage("emoji32", 1.7, changes=lambda workdir: changes, max_epochs=epochs)
+    stage = TrainingStage("base32_8m", 1.7, changes=lambda workdir: changes, max_epochs=epochs)
     return Candidate(own["unet"]["image_size"], 0, [stage])
 
 
