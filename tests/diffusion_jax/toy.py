@@ -10,8 +10,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from diffusion_jax.data import pipeline
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import grids, guidance, noise, onestep, precond, samplers
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.task import Measure, Task, to_range
 from diffusion_jax.text import hashed
@@ -75,6 +77,12 @@ def task(encoder=ENCODER):
 
     measure = Measure(functools.partial(noise.quantiles, noise.lognormal()), errors)
     return Task(lambda key: init(key, encoder.width), loss, sample, frozen, RULES, measure)
+
+
+def batches(run, pictures=None, **options):
+    """Open the batches of a run on these pictures, or on digits."""
+    options = {"batch_size": run.batch_size, "seed": run.seed, **options}
+    return pipeline.make_batches(pictures or digits.Digits(SIZE), ENCODER.tokenize, **options)
 
 
 def init(key, width=WIDTH):

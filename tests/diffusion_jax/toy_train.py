@@ -32,29 +32,13 @@ def main():
     doomed = _KILL.value if jax.process_index() == _KILLED.value else ""
     if doomed:
         _KILLS[doomed]()
-    run = Run(
-        seed=5,
-        steps=_STEPS.value,
-        batch_size=8,
-        log_every=1,
-        sample_every=0,
-        save_every=2,
-        keep_last=2,
-        step_timeout=_TIMEOUT.value,
-    )
+    run = Run(steps=_STEPS.value, batch_size=8, seed=5, log_every=1, sample_every=0, save_every=2)
+    run = run._replace(keep_last=2, step_timeout=_TIMEOUT.value)
     mesh = sharding.make_mesh()
     where = pipeline.local_rows(sharding.batch_sharding(mesh), run.batch_size)
     captions = tuple(digits.heldout_prompts()[:1])
     examples = loop.Examples(toy.ENCODER.tokenize(captions), captions, 1.0)
-    pictures = digits.Digits(toy.SIZE)
-    with pipeline.make_batches(
-        pictures,
-        toy.ENCODER.tokenize,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        process_index=where[0],
-        process_count=where[1],
-    ) as batches:
+    with toy.batches(run, process_index=where[0], process_count=where[1]) as batches:
         distributed.advise(train_command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import aspect_buckets, pipeline
+from diffusion_jax.data import aspect_buckets
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.devices import sharding
 from diffusion_jax.model import loss_by_noise_level
@@ -56,13 +56,7 @@ def folder(tmp_path_factory):
 
 def open_batches(folder, run):
     pictures = open_pictures(Data("folder", path=folder), toy.SIZE)
-    return pipeline.make_batches(
-        pictures,
-        toy.ENCODER.tokenize,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        buckets=aspect_buckets.sort(pictures, SHAPES),
-    )
+    return toy.batches(run, pictures, buckets=aspect_buckets.sort(pictures, SHAPES))
 
 
 def train(folder, workdir, sizes=(1, 1, 1), **changes):

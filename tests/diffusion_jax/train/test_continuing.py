@@ -13,7 +13,6 @@ from diffusion_jax import runs, systems
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.data import pipeline
 from diffusion_jax.devices import sharding
-from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
 from diffusion_jax.train import checkpoint, continuing, loop, replay
 from diffusion_jax.weights import finetune, lora, restore
@@ -48,27 +47,13 @@ def taken(monkeypatch):
     return names
 
 
-def go_on(
-    begun,
-    workdir,
-    task=TASK,
-    changed=(),
-    adds_lora=False,
-    settings=OPTIMIZER,
-    sizes=(1, 1, 1),
-    less_heldout=None,
-    **changes,
-):
+def go_on(begun, workdir, task=TASK, settings=OPTIMIZER, sizes=(1, 1, 1), continued=(), **changes):
     """Continue `begun` at step 3 in another workdir. Return the last state and the output."""
     run, workdir = START._replace(**changes), workdir / "next"
     workdir.mkdir(exist_ok=True)
-    batches = pipeline.make_batches(
-        digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
-    )
     mesh = sharding.make_mesh(*sizes)
-    changed = dict.fromkeys(changed, (1, 2))
-    source = continuing.ContinuedRun(str(begun), 3, changed, adds_lora, less_heldout)
-    with batches:
+    source = continuing.ContinuedRun(str(begun), 3, {}, False)._replace(**dict(continued))
+    with toy.batches(run) as batches:
         inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
         text = continuing.prepare(source, inputs, run, settings, mesh)
         continuing.write_first_checkpoint(source, inputs, run, settings, mesh, workdir, {})
@@ -94,10 +79,15 @@ def test_without_changes_a_continued_run_equals_an_uninterrupted_one_bit_for_bit
 def test_after_doubling_the_batch_size_training_continues_with_the_next_pictures(begun, tmp_path, taken):
     train(tmp_path / "whole", log_every=1)
     following, taken[:] = [name for batch in taken[3:7] for name in batch], []
-    go_on(begun, tmp_path, steps=5, batch_size=16, changed=["batch_size"])
+    go_on(begun, tmp_path, steps=5, batch_size=16, continued={"changed": {"batch_size": (8, 16)}})
     assert taken == [following[:16], following[16:]]
-    folder = tmp_path / "next" / runs.CHECKPOINTS / "5"
-    assert json.loads(checkpoint.position(restore.absolute(folder)))["samples"] == 24 + 32
+    assert samples(tmp_path / "next", 5) == 24 + 32
+
+
+def samples(workdir, step):
+    """Return how many samples were taken before a checkpoint."""
+    position = checkpoint.position(restore.absolute(workdir / runs.CHECKPOINTS / str(step)))
+    return json.loads(position)["samples"]
 
 
 def test_the_learning_rate_changes_immediately_and_adams_moments_are_kept(begun, tmp_path):
@@ -117,12 +107,8 @@ def test_new_averages_start_at_the_weights_and_old_ones_are_kept_or_dropped(begu
     usual = train(tmp_path / "usual", steps=4)
     assert_equal(state.params, usual.params)
     assert_equal(state.ema["0.9"], usual.ema["0.9"])
-    jax.tree.map(
-        lambda e, old, new: np.testing.assert_allclose(e, 0.75 * old + 0.25 * new, atol=1e-6),
-        state.ema["0.75"],
-        at_3,
-        state.params,
-    )
+    mixed = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, at_3, state.params)
+    jax.tree.map(lambda e, x: np.testing.assert_allclose(e, x, atol=1e-6), state.ema["0.75"], mixed)
     assert printed["starts anew"].count("from the weights of step 3") == 2
     assert (printed["drops"], set(state.ema)) == ("averages 0.5", {"0.9", "0.75", "power-0.1"})
 
@@ -139,40 +125,35 @@ def test_moments_of_another_dtype_and_other_devices_are_accepted(begun, tmp_path
 def test_training_on_other_data_starts_from_its_first_sample(begun, tmp_path, taken):
     train(tmp_path / "whole", steps=1)
     first, taken[:] = taken[0], []
-    _, printed = go_on(begun, tmp_path, steps=4, changed=["data.path"])
+    _, printed = go_on(begun, tmp_path, steps=4, continued={"changed": {"data.path": ("a", "b")}})
     assert taken[0] == first
     assert printed["starts anew"] == "the data, because data.path changed"
     _, printed = go_on(begun, tmp_path / "next", steps=4, seed=6)
     assert "seed" in printed["starts anew"] and "position" not in printed["keeps"]
 
 
-def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(begun, tmp_path, monkeypatch, taken):
-    wrapped = lambda params: {"params": params}
-    plain = TASK._replace(
-        init=lambda key: wrapped(toy.init(key)), loss=lambda params, *rest: TASK.loss(params["params"], *rest)
-    )
+def lora_on(base):
+    """Return the task of a LoRA on these weights of the toy."""
+    init, loss = lambda key: {"params": toy.init(key)}, lambda params, *rest: TASK.loss(params["params"], *rest)
+    return lora.adapt(TASK._replace(init=init, loss=loss), {"params": base}, Lora(rank=2, targets="pixels"))
+
+
+def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(begun, tmp_path):
     base = restore.load_params(begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "ema")
-    task = lora.adapt(plain, wrapped(base), Lora(rank=2, targets="pixels"))
-    state, printed = go_on(begun, tmp_path, task, adds_lora=True, steps=4)
+    state, printed = go_on(begun, tmp_path, lora_on(base), continued={"adds_lora": True}, steps=4)
     assert list(state.params["lora"]) == ["pixels"] and int(state.step) == 4
     assert int(state.opt_state[-1].updates) == 4 and int(state.opt_state[0].count) == 1
     assert state.opt_state[-1].learning_rate == np.float32(1e-3)  # The warm-up is over.
-    assert (
-        json.loads(checkpoint.position(restore.absolute(tmp_path / "next" / runs.CHECKPOINTS / "4")))["samples"] == 32
-    )
+    assert samples(tmp_path / "next", 4) == 32
     assert printed["starts anew"] == "the LoRA factors, their averages and the optimizer"
 
 
 def test_the_averages_of_an_added_lora_warm_up_from_the_step_at_which_it_was_added(begun, tmp_path):
     """Without it, decays of 4/13 and 5/14 would follow instead of 1/10 and 2/11."""
-    wrapped = lambda params: {"params": params}
-    plain = TASK._replace(
-        init=lambda key: wrapped(toy.init(key)), loss=lambda params, *rest: TASK.loss(params["params"], *rest)
-    )
-    task = lora.adapt(plain, wrapped(toy.init(jax.random.key(1))), Lora(rank=2, targets="pixels"))
     settings = OPTIMIZER._replace(ema_decays=(0.9999,), ema_widths=(0.1,), ema_warmup=True)
-    first, _ = go_on(begun, tmp_path, task, adds_lora=True, steps=4, settings=settings)
-    state, _ = go_on(begun, tmp_path, task, adds_lora=True, steps=5, settings=settings)
+    task = lora_on(toy.init(jax.random.key(1)))
+    reach = lambda step: go_on(begun, tmp_path, task, settings, continued={"adds_lora": True}, steps=step)[0]
+    first, state = reach(4), reach(5)
     up = lambda tree: np.asarray(tree["lora"]["pixels"]["up"], np.float64)
     np.testing.assert_allclose(up(first.ema["0.9999"]), 0.9 * up(first.params), rtol=1e-5)
     expected = up(first.ema["0.9999"]) * 2 / 11 + up(state.params) * 9 / 11
@@ -199,15 +180,9 @@ def test_the_manifest_has_the_lineage_and_the_metrics_have_all_steps(begun, tmp_
 
 def test_replaying_steps_of_the_original_run_is_an_error(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
+    inputs, run, mesh = loop.RunInputs(TASK, None), START._replace(steps=5), sharding.make_mesh(1, 1, 1)
     with pytest.raises(ValueError, match=r"--step=3: .* has the steps 4 to 5"):
-        replay.replay(
-            loop.RunInputs(TASK, None),
-            START._replace(steps=5),
-            OPTIMIZER,
-            sharding.make_mesh(1, 1, 1),
-            tmp_path / "next",
-            3,
-        )
+        replay.replay(inputs, run, OPTIMIZER, mesh, tmp_path / "next", 3)
 
 
 def test_a_network_of_another_shape_is_an_error_and_writes_nothing(begun, tmp_path):
@@ -252,21 +227,10 @@ def test_without_continue_from_no_run_is_continued(tmp_path):
 
 
 def test_changed_settings_are_listed_with_both_values(stored, tmp_path):
-    changes = {
-        "batch_size": 7,
-        "steps": 9,
-        "optimizer__lr": 0.5,
-        "optimizer__schedule": "wsd",
-        "optimizer__warmup": 1,
-        "optimizer__ema_decays": (0.5,),
-        "optimizer__clip": 2.0,
-        "unet__dropout": 0.5,
-        "text__drop_prob": 0.5,
-        "data__path": "there",
-        "data__source": "tfds",
-        "unet__dtype": "bfloat16",
-        "mesh__fsdp": 1,
-    }
+    of_optimizer = {"lr": 0.5, "schedule": "wsd", "warmup": 1, "ema_decays": (0.5,), "clip": 2.0}
+    changes = {"batch_size": 7, "steps": 9, "text__drop_prob": 0.5, "data__path": "there", "data__source": "tfds"}
+    changes |= {"unet__dropout": 0.5, "unet__dtype": "bfloat16", "mesh__fsdp": 1}
+    changes |= {f"optimizer__{name}": value for name, value in of_optimizer.items()}
     source = find(tmp_path / "b", stored, **changes)
     assert source is not None
     names = {name.replace("__", ".") for name in changes}
@@ -277,20 +241,14 @@ def test_changed_settings_are_listed_with_both_values(stored, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("unet__cond_dim", 64, "unet.cond_dim: 32 stored, 64 requested"),
-        ("diffusion__predicts", "eps", "diffusion.predicts: 'v' stored, 'eps' requested"),
-        ("text__max_tokens", 9, "text.max_tokens: 8 stored, 9 requested"),
-    ],
+    ("group", "field", "value"), [("unet", "cond_dim", 64), ("diffusion", "predicts", "eps"), ("text", "max_tokens", 9)]
 )
-def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(stored, tmp_path, field, value, message):
-    before = config()[field.partition("__")[0]][field.rpartition("__")[2]]
-    message = re.sub(": .* stored", f": {before!r} stored", message)
+def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(stored, tmp_path, group, field, value):
     with pytest.raises(ValueError) as error:
-        find(tmp_path / "b", stored, **{field: value})
-    text = str(error.value)
-    assert message in text and "\n" not in text and f"--config.unet.weights={stored}" in text
+        find(tmp_path / "b", stored, **{f"{group}__{field}": value})
+    text, before = str(error.value), config()[group][field]
+    assert f"{group}.{field}: {before!r} stored, {value!r} requested" in text and "\n" not in text
+    assert f"--config.unet.weights={stored}" in text
 
 
 def test_an_optimizer_of_another_kind_is_an_error_and_other_parameters_are_not(stored, tmp_path):
@@ -405,7 +363,7 @@ def test_held_out_pictures_that_earlier_steps_have_seen_are_mentioned(begun, sto
     assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[0]).less_heldout is None
     assert find(tmp_path / "b", tmp_path / "a", data__heldout=0.01).less_heldout == (None if shares[0] else 0.0)
     assert find(tmp_path / "b", tmp_path / "a", data__heldout=shares[1]).less_heldout == shares[0]
-    _, printed = go_on(begun, tmp_path, steps=4, less_heldout=shares[0])
+    _, printed = go_on(begun, tmp_path, steps=4, continued={"less_heldout": shares[0]})
     assert printed["note"] == (
         f"earlier steps, with data.heldout={shares[0]:g}, may have trained on pictures that are "
         "now held out, whose loss is then too low"

@@ -1,8 +1,6 @@
 """The training loop on a toy system: exact resume, any mesh, and the files of a run."""
 
 import hashlib
-import json
-import math
 import os
 import signal
 import types
@@ -25,6 +23,7 @@ from diffusion_jax.logs import run_log
 from diffusion_jax.train import checkpoint, loop, measuring, out_of_memory, step_report, trace
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
+from tests.diffusion_jax.train import test_checkpoint
 
 RUN = Run(seed=5, steps=7, batch_size=8, sample_every=0, save_every=100, keep_last=2, step_timeout=600)
 OPTIMIZER = Optimizer(lr=1e-3, warmup=3, b2=0.99, ema_decays=(0.5, 0.9), ema_warmup=False)
@@ -51,27 +50,13 @@ def test_the_default_average_of_a_short_run_follows_the_parameters(tmp_path):
     assert apart(state.ema["0.9999"]) < 0.3 * apart(TASK.init(jax.random.key(RUN.seed)))
 
 
-def train(
-    workdir,
-    task=TASK,
-    sizes=(1, 1, 1),
-    evaluation=None,
-    start=None,
-    traced=range(0),
-    settings=OPTIMIZER,
-    cpu_seconds=math.inf,
-    **changes,
-):
+def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, settings=OPTIMIZER, options=(), **changes):
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
-    batches = pipeline.make_batches(
-        digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
-    )
     mesh = sharding.make_mesh(*sizes)
-    with batches:
+    with toy.batches(run) as batches:
         inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, start)
-        steps = trace.Trace(workdir / trace.FOLDER, traced)
-        state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps, cpu_seconds=cpu_seconds)
+        state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, **dict(options))
     return jax.device_get(state)
 
 
@@ -195,7 +180,7 @@ def one_device(tmp_path_factory):
     """Return the loss of each step, and the last state."""
     workdir = tmp_path_factory.mktemp("run")
     state = train(workdir, log_every=1)
-    return run_log.read_metrics(workdir / run_log.METRICS), state
+    return read(workdir), state
 
 
 def assert_close(actual, expected):
@@ -314,7 +299,7 @@ def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline.Batches, "__next__", no_data)
     with pytest.raises(OSError, match="the disk is gone"):
         train(tmp_path)
-    (run,) = json.loads((tmp_path / run_log.MANIFEST).read_text())["runs"]
+    (run,) = run_log.read_manifest(tmp_path)
     assert (run["seed"], run["first_step"], run["config"]) == (5, 0, {"a": [1, 2]})
     assert not (tmp_path / run_log.METRICS).exists()
 
@@ -324,8 +309,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "make_step", None)
     assert_equal(train(tmp_path, steps=2), whole)
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
-    runs = json.loads((tmp_path / run_log.MANIFEST).read_text())["runs"]
-    assert [run["first_step"] for run in runs] == [0, 2]
+    assert [run["first_step"] for run in run_log.read_manifest(tmp_path)] == [0, 2]
 
 
 def test_checkpoints_hold_the_train_state_without_frozen_weights(tmp_path):
@@ -334,15 +318,12 @@ def test_checkpoints_hold_the_train_state_without_frozen_weights(tmp_path):
     assert restore.steps(folder) == [2, 4, 5]
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata", "checksums"}
-    assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
-    # The frozen weights are still usable.
-    np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))
+    assert test_checkpoint.metadata(folder, 5) == {"a": [1, 2]}
 
 
 def test_metrics_of_repeated_steps_replace_the_old_ones(tmp_path):
     train(tmp_path, steps=4, log_every=1, save_every=2)
-    for name in ("4",):  # Like a kill before the last save.
-        (tmp_path / runs.CHECKPOINTS / name).rename(tmp_path / name)
+    (tmp_path / runs.CHECKPOINTS / "4").rename(tmp_path / "4")  # Like a kill before the last save.
     first = read(tmp_path)
     train(tmp_path, steps=4, log_every=1)
     again = read(tmp_path)
@@ -420,12 +401,11 @@ def test_missing_sheets_and_scores_are_made_when_a_run_is_resumed(tmp_path):
 
 
 def test_a_run_ends_once_the_steps_of_all_starts_have_taken_the_cpu_time(tmp_path):
-    assert train(tmp_path, steps=6, cpu_seconds=1e-6).step == 1
-    lines = run_log.read_metrics(tmp_path / "metrics.jsonl")
+    reached = lambda seconds: train(tmp_path, steps=6, options={"cpu_seconds": seconds}).step
+    assert reached(1e-6) == 1
     spent = run_log.read_cpu_seconds(tmp_path, 1)
-    assert spent == lines[0]["cpu_seconds_per_step"] > 1e-4
-    assert train(tmp_path, steps=6, cpu_seconds=spent).step == 1  # Nothing is left to train.
-    assert train(tmp_path, steps=6, cpu_seconds=spent + 1e-6).step == 2
+    assert spent == read(tmp_path)[0]["cpu_seconds_per_step"] > 1e-4
+    assert (reached(spent), reached(spent + 1e-6)) == (1, 2)  # At first, nothing is left to train.
     assert train(tmp_path, steps=6).step == 6
     later = run_log.read_cpu_seconds(tmp_path, 6)
     assert later > run_log.read_cpu_seconds(tmp_path, 2) > spent
@@ -449,7 +429,7 @@ def test_examples_are_drawn_in_batches(tmp_path, monkeypatch):
 
 
 def test_profile_steps_traces_the_requested_steps(tmp_path):
-    train(tmp_path, steps=5, traced=range(2, 4))
+    train(tmp_path, steps=5, options={"trace": trace.Trace(tmp_path / trace.FOLDER, range(2, 4))})
     (file,) = (tmp_path / trace.FOLDER).rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]

@@ -1,5 +1,6 @@
 """Replaying steps: equal metrics from any checkpoint, per-example values, and errors."""
 
+import functools
 import json
 import shutil
 
@@ -10,7 +11,6 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
-from diffusion_jax.data import pipeline
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.logs import run_log
@@ -24,10 +24,7 @@ TASK = toy.task()
 MESH = (1, 2, 1)
 
 
-def opened(pictures=None):
-    return pipeline.make_batches(
-        pictures or digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=RUN.batch_size, seed=RUN.seed, flip=True
-    )
+opened = functools.partial(toy.batches, RUN, flip=True)
 
 
 def replayed(workdir, step, pictures=None):
