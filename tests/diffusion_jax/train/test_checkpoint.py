@@ -193,10 +193,7 @@ def test_a_failed_save_raises_at_the_next_call_and_keeps_the_last_checkpoint(tmp
     checkpointer.save(2, large, Position())
     (tmp_path / "2").touch()  # This file blocks the rename that ends a save.
     assert checkpointer.latest_step() == 1  # Step 2 is still being saved.
-    message = (
-        r"could not be written: .* \(is the disk full\?\)\. "
-        r"The newest complete checkpoint is from step 1\."
-    )
+    message = r"could not be written: .* \(is the disk full\?\)\. The newest .* is from step 1\."
     with pytest.raises(RuntimeError, match=message):
         checkpointer.save(3, random_state(3), Position())
     assert checkpointer.latest_step() == 1
@@ -285,11 +282,8 @@ def test_each_checkpoint_lists_checksums_of_all_its_files(saved):
     for step in (10, 20):
         folder = saved / str(step)
         listed = json.loads((folder / "checksums" / "0-of-1.json").read_text())
-        written = {
-            path.relative_to(folder).as_posix()
-            for path in folder.rglob("*")
-            if path.is_file() and path.parent.name != "checksums"
-        }
+        files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "checksums"]
+        written = {path.relative_to(folder).as_posix() for path in files}
         late = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax writes these after the list.
         assert listed.keys() == written - late and len(written) > 10
 
@@ -423,11 +417,10 @@ def save_until_killed(directory, started):
     """
     params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
     state, position = init_state(params, TX, [0.9]), Position(b"0")
-    spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     checkpointer = checkpoint.Checkpointer(directory, keep_last=2)
     start = checkpointer.latest_step() or 0
     if start:
-        state = checkpointer.restore(jax.tree.map(spec, state), position)
+        state = checkpointer.restore(abstract(state), position)
         assert all(bool((x == start).all()) for x in jax.tree.leaves(state)), start
         assert position.state == str(start).encode(), (position.state, start)
     started.send(start)

@@ -15,43 +15,27 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.train import optimizer
 
 
-def test_warmup_constant_rises_linearly_and_stays():
-    schedule = optimizer.warmup_constant(lr=0.8, warmup=3)
-    actual = [float(schedule(step)) for step in (0, 1, 2, 3, 4, 1000)]
-    np.testing.assert_allclose(actual, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], rtol=1e-6)
-
-
-def test_without_warmup_the_first_step_has_the_full_learning_rate():
-    assert float(optimizer.warmup_constant(lr=0.5, warmup=0)(0)) == 0.5
-
-
-def test_warmup_cosine_is_half_in_the_middle_and_0_at_the_end():
-    schedule = optimizer.warmup_cosine(lr=0.8, warmup=4, steps=14)
-    actual = [float(schedule(step)) for step in (0, 3, 4, 9, 14, 20)]
+@pytest.mark.parametrize(
+    ("name", "warmup", "steps", "rates"),
+    [
+        ("constant", 3, 7, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 0.8, 1000: 0.8}),
+        ("constant", 0, 7, {0: 0.8}),
+        ("cosine", 4, 14, {0: 0.16, 3: 0.64, 4: 0.8, 9: 0.4, 14: 0, 20: 0}),
+        ("wsd", 3, 20, {0: 0.2, 3: 0.8, 15: 0.8, 16: 0.8, 17: 0.4, 20: 0, 30: 0}),  # 1 - sqrt over the last fifth.
+        ("inverse_sqrt", 3, 7, {0: 0.2, 2: 0.6, 3: 0.8, 10: 0.8, 40: 0.4, 160: 0.2}),
+    ],
+)
+def test_a_schedule_rises_linearly_and_then_has_its_own_form(name, warmup, steps, rates):
+    schedule = optimizer.SCHEDULES[name](Optimizer(lr=0.8, schedule=name, warmup=warmup, decay_from=10), steps)
     # float32's pi has an error of 9e-8, and the zero at the end is relative to lr.
-    np.testing.assert_allclose(actual, [0.16, 0.64, 0.8, 0.4, 0.0, 0.0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose([schedule(step) for step in rates], [*rates.values()], rtol=1e-6, atol=1e-7)
 
 
-def test_wsd_is_constant_and_decays_over_the_last_fifth_as_1_minus_sqrt():
-    schedule = optimizer.SCHEDULES["wsd"](Optimizer(lr=0.8, warmup=3), 20)
-    actual = [float(schedule(step)) for step in (0, 3, 15, 16, 17, 20, 30)]
-    np.testing.assert_allclose(actual, [0.2, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"wsd schedule of 10 steps falls from step 8, .* of 8 steps"):
-        optimizer.warmup_stable_decay(lr=0.1, warmup=8, steps=10)
-
-
-def test_inverse_sqrt_halves_the_learning_rate_at_four_times_the_steps():
-    schedule = optimizer.inverse_sqrt(lr=0.8, warmup=3, decay_from=10)
-    actual = [float(schedule(step)) for step in (0, 2, 3, 10, 40, 160)]
-    np.testing.assert_allclose(actual, [0.2, 0.6, 0.8, 0.8, 0.4, 0.2], rtol=1e-6)
-    settings = Optimizer(lr=0.8, schedule="inverse_sqrt", warmup=3, decay_from=10)
-    named = optimizer.SCHEDULES["inverse_sqrt"](settings, 7)
-    assert float(named(40)) == actual[4]
-
-
-def test_a_cosine_shorter_than_its_warmup_is_an_error():
+def test_schedules_shorter_than_their_warmup_are_errors():
     with pytest.raises(ValueError, match=r"schedule of 10 steps has no room after 10 steps"):
         optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)
+    with pytest.raises(ValueError, match=r"wsd schedule of 10 steps falls from step 8, .* of 8 steps"):
+        optimizer.warmup_stable_decay(lr=0.1, warmup=8, steps=10)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +45,11 @@ def test_a_cosine_shorter_than_its_warmup_is_an_error():
         ("muon(ns_steps=0)", "optimizer.name: ns_steps is 0: it must be above 0"),
         ("sgd(momentum='big')", "optimizer.name: momentum is 'big': it must be a number"),
         ("lion(moment_dtype='int8')", "optimizer.name: moment_dtype is 'int8': choose from"),
+        ("muan", "optimizer.name is 'muan': did you mean 'muon'"),
+        ("muon(decay=1)", "optimizer.name gives muon the parameter decay, but muon takes only"),
     ],
 )
-def test_a_parameter_of_an_optimizer_outside_its_range_is_an_error(name, message):
+def test_unknown_optimizers_and_invalid_parameters_are_errors(name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizer.check(Optimizer(0.1, name=name), 20_000)
 
@@ -139,22 +125,10 @@ def test_the_number_of_passes_follows_from_batch_size_and_mesh():
     assert passes(4096, (4, 8, 1)) == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"micro_batch": 24},
-            "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
-            "768: the nearest valid sizes are 3840 and 4608, and optimizer.micro_batch may be a "
-            "divisor of 128",
-        )
-    ],
-)
-def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error(values, message):
-    mesh = AbstractMesh((4, 8, 1), sharding.AXES)
-    with pytest.raises(ValueError) as error:
-        optimizer.num_passes(Optimizer(1e-4, **values), 4096, mesh)
-    assert message in str(error.value)
+def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error():
+    message = r"micro_batch 24 x replica 4 x fsdp 8 = 768: .* 3840 and 4608, .* may be a divisor of 128"
+    with pytest.raises(ValueError, match=message):
+        optimizer.num_passes(Optimizer(1e-4, micro_batch=24), 4096, AbstractMesh((4, 8, 1), sharding.AXES))
 
 
 def muon_direction(gradient, rms):
@@ -171,28 +145,19 @@ def muon_direction(gradient, rms):
 
 def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
     rng = np.random.default_rng(0)
-    shapes = {
-        "dense/kernel": (12, 6),
-        "conv/kernel": (3, 3, 4, 8),
-        "conv/bias": (8,),
-        "norm/scale": (8,),
-        "init_conv/kernel": (3, 3, 3, 4),
-        "out_conv/kernel": (4, 3),
-        "table/embedding": (5, 4),
-        "params/out/kernel": (4, 3),
-        "params/attn/out/kernel": (6, 12),
-        "lora/mlp/down": (8, 2),
-    }
-    orthogonal = ("dense/kernel", "conv/kernel", "params/attn/out/kernel", "lora/mlp/down")
-    gradient = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    gradient = {tuple(name.split("/")): x for name, x in gradient.items()}
+    matrices = {"dense/kernel": (12, 6), "conv/kernel": (3, 3, 4, 8)}
+    matrices |= {"params/attn/out/kernel": (6, 12), "lora/mlp/down": (8, 2)}
+    others = {"conv/bias": (8,), "norm/scale": (8,), "table/embedding": (5, 4)}
+    others |= {"init_conv/kernel": (3, 3, 3, 4), "out_conv/kernel": (4, 3), "params/out/kernel": (4, 3)}
+    draw = lambda shape: rng.normal(size=shape).astype(np.float32)
+    gradient = {tuple(name.split("/")): draw(shape) for name, shape in {**matrices, **others}.items()}
     tree = traverse_util.unflatten_dict(gradient)
     settings = Optimizer(lr=0.5, name="muon(rms=0.3)", warmup=0, weight_decay=0.1)
     tx = optimizer.make_optimizer(settings, 10)
     updates, _ = tx.update(tree, tx.init(tree), tree)
     actual = traverse_util.flatten_dict(updates)
     for name, g in gradient.items():
-        if "/".join(name) in orthogonal:
+        if "/".join(name) in matrices:
             direction = muon_direction(g.reshape(-1, g.shape[-1]), 0.3).reshape(g.shape)
         else:
             direction = np.sign(g)  # Adam's first update.
@@ -203,10 +168,9 @@ def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
 def test_lion_and_adafactor_are_those_of_optax_with_our_weight_decay():
     rng = np.random.default_rng(0)
     tree = {"a": rng.normal(size=(150, 140)).astype(np.float32), "b": np.ones(3, np.float32)}
-    kept = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     for name, direction in (
         ("lion(b1=0.8, b2=0.97)", optax.scale_by_lion(0.8, 0.97)),
-        ("adafactor", kept),
+        ("adafactor", optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))),
         ("sgd(momentum=0.7)", optax.trace(0.7)),
     ):
         settings = Optimizer(lr=0.1, name=name, warmup=0, weight_decay=0.2)
@@ -230,18 +194,6 @@ def test_a_step_that_is_not_finite_leaves_the_state_of_every_optimizer_unchanged
     jax.tree.map(np.testing.assert_array_equal, after, state)
     _, after = jax.jit(tx.update)(tree, state, tree, finite=jnp.array(True))
     assert int(after[-1].updates) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("muan", "optimizer.name is 'muan': did you mean 'muon'"),
-        ("muon(decay=1)", "optimizer.name gives muon the parameter decay, but muon takes only"),
-    ],
-)
-def test_unknown_optimizers_and_parameters_are_errors(name, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        optimizer.check(Optimizer(lr=0.1, name=name), 10)
 
 
 def test_factors_of_learning_rate_and_weight_decay_apply_to_the_weights_that_they_match():

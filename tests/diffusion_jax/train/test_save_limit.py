@@ -44,23 +44,9 @@ def fail(error, checkpointer):
 @pytest.mark.parametrize(
     ("before_second", "message"),
     [
-        (
-            hang,
-            "the checkpoint of step 2 under RUN was not written within 0 s (is there enough "
-            "memory, and does the disk answer?), so this process ends. The newest complete "
-            "checkpoint is from step 1.",
-        ),
-        (
-            functools.partial(fail, OSError(24, "Too many open files")),
-            "a checkpoint under RUN could not be written: [Errno 24] Too many open files (is the "
-            "limit of FILES open files too low? raise it with ulimit -n). The newest complete "
-            "checkpoint is from step 1.",
-        ),
-        (
-            functools.partial(fail, RuntimeError("can't start new thread")),
-            "could not be written: can't start new thread (is there enough memory?). The newest "
-            "complete checkpoint is from step 1.",
-        ),
+        (hang, "the checkpoint of step 2 under RUN was not written within 0 s (is there enough memory, and does the"),
+        (functools.partial(fail, OSError(24, "Too many open files")), "files (is the limit of FILES open files too"),
+        (functools.partial(fail, RuntimeError("can't start new thread")), "new thread (is there enough memory?). "),
     ],
 )
 def test_a_hanging_or_failing_save_is_a_one_line_error(tmp_path, before_second, message):
@@ -71,6 +57,7 @@ def test_a_hanging_or_failing_save_is_a_one_line_error(tmp_path, before_second, 
     assert process.exitcode == 1 and len(errors) == 1, lines
     allowed = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     assert message.replace("RUN", str(tmp_path / "run")).replace("FILES", allowed) in errors[0]
+    assert errors[0].endswith("The newest complete checkpoint is from step 1.")
     assert not any("Traceback" in line for line in lines), lines
     assert restore.newest_sound(tmp_path / "run") == 1
 
@@ -85,7 +72,7 @@ def test_the_time_limit_of_a_save_depends_on_its_size_and_earlier_saves(monkeypa
         limits.append(limit.seconds)
         now[0] += seconds
         limit.stop()
-    assert limits == [120 + 300, 120 + 300, 120 + 300]
+    assert limits == [120 + 300] * 3
     limit._longest = 2.0
     limit.start(3 * 10**9, "it", "last")
     assert limit.seconds == 140
