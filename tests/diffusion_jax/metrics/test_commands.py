@@ -45,9 +45,7 @@ def test_fid_is_equal_for_folders_and_for_their_saved_statistics(run, tmp_path, 
 
 def test_fid_all_writes_every_score_and_the_card_to_json(run, tmp_path, sides):
     out = tmp_path / "scores.json"
-    paths = [tmp_path / "a", tmp_path / "b"]
-    code, _, _ = run("fid", *paths, "--all", "--kid_subset=20", f"--out={out}")
-    assert code == 0
+    assert run("fid", tmp_path / "a", tmp_path / "b", "--all", "--kid_subset=20", f"--out={out}")[0] == 0
     saved = json.loads(out.read_text())
     scores, card = saved["scores"], saved["card"]
     assert scores["fd_toy_low"] < scores["fd_toy"] < scores["fd_toy_high"]
@@ -87,13 +85,13 @@ def test_old_statistics_without_a_card_require_the_flag_mode(run, tmp_path, side
 
 
 def test_fid_all_is_an_error_if_statistics_hold_no_features(run, tmp_path, sides):
-    run("stats", f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}")
-    code, _, err = run("fid", tmp_path / "a.npz", tmp_path / "b", "--all")
+    stats = ("stats", f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}")
+    arguments = ("fid", tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20")
+    run(*stats)
+    code, _, err = run(*arguments)
     assert code == 2 and "--all needs the features of both sets" in err
-    keep = (f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}", "--keep_features")
-    run("stats", *keep)
-    arguments = (tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20")
-    assert run("fid", *arguments)[0] == 0
+    run(*stats, "--keep_features")
+    assert run(*arguments)[0] == 0
 
 
 def test_compare_rejects_unlike_cards_unless_allowed(run, tmp_path, sides):
@@ -114,17 +112,21 @@ def test_compare_rejects_unlike_cards_unless_allowed(run, tmp_path, sides):
     assert code == 2 and "x.json holds no scores with a card" in err
 
 
-def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, monkeypatch):
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    """Let the toy stand in for CLIP, and write 30 prompts of 1 to 30 letters."""
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
-    text = toy.extractor(prepare=lambda ids: ids / 10)
-    model = ClipExtractors(toy.extractor(name="clip_tiny"), text, tokens)
+    model = ClipExtractors(toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens)
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
+    (tmp_path / "prompts.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
+    return tmp_path / "prompts.txt"
+
+
+def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, prompts):
     arguments = ("clip", tmp_path / "a", f"--prompts={prompts}", "--clip=tiny")
     code, out, _ = run(*arguments, f"--reference={tmp_path / 'b'}")
     lengths = np.repeat(np.arange(1.0, 31)[:, None] / 10, 12, 1)
-    texts = np.asarray(toy.apply(text.params, lengths))
+    texts = np.asarray(toy.apply(toy.extractor().params, lengths))
     score, cmmd = clip_score.cosines(sides[0], texts).mean(), values(out)["cmmd_clip_tiny"]
     assert code == 0 and values(out)["clip_score_tiny"] == pytest.approx(score, rel=1e-4)
     both = map(clip_score.normalised, (sides[1], sides[0]))
@@ -136,19 +138,14 @@ def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, 
     assert "holds no prompt" in run(*arguments)[2]
 
 
-def test_clip_sorts_images_by_the_numbers_in_their_names(run, tmp_path, sides, monkeypatch):
-    tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
-    model = ClipExtractors(toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens)
-    monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
-    (tmp_path / "p.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
-    padded = [path.name for path in sorted((tmp_path / "a").iterdir())]
+def test_clip_sorts_images_by_the_numbers_in_their_names(run, tmp_path, sides, prompts):
     (tmp_path / "n").mkdir()
-    for number, name in enumerate(padded):
-        (tmp_path / "n" / f"seed_{number}.png").write_bytes((tmp_path / "a" / name).read_bytes())
-    score = lambda folder: run("clip", folder, f"--prompts={tmp_path / 'p.txt'}", "--clip=tiny")
+    for number, path in enumerate(sorted((tmp_path / "a").iterdir())):
+        (tmp_path / "n" / f"seed_{number}.png").write_bytes(path.read_bytes())
+    score = lambda folder: run("clip", folder, f"--prompts={prompts}", "--clip=tiny")
     assert score(tmp_path / "n")[1] == score(tmp_path / "a")[1] != ""
     (tmp_path / "n" / "seed_7.png").write_bytes(b"broken")
-    (tmp_path / "p.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 30)))
+    prompts.write_text("a\n" * 29)
     code, _, err = score(tmp_path / "n")
     assert code == 2 and "has 29 usable images and 1 others, but" in err
     (tmp_path / "n" / "seed_07.png").write_bytes(b"")

@@ -1,13 +1,12 @@
 """Images from files: which are read, in which order, and how errors are reported."""
 
-import io
 import re
-import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax.data import tars
 from diffusion_jax.metrics import images
 from tests.diffusion_jax.metrics import standin
 
@@ -44,17 +43,17 @@ def test_a_folder_is_read_in_order_of_names_and_converted_to_rgb(folder):
 
 
 def test_hidden_files_and_what_sample_writes_beside_its_images_are_left_out(tmp_path):
-    names = lambda: [images.folder_files(tmp_path).read(i)[1].rpartition("/")[2] for i in range(n)]
+    def names():
+        files = images.folder_files(tmp_path)
+        return [files.read(i)[1].rpartition("/")[2] for i in range(files.number)]
+
     for name in ("a.png", "a_64.png", "sheet.png", "._a.png", ".b.png"):
         write(tmp_path / name)
-    n = images.folder_files(tmp_path).number
     assert names() == ["a.png", "a_64.png", "sheet.png"]
     drawn = '{"file_name": "a.png", "text": "a fox", "seed": 0, "smaller": ["a_64.png"]}\n'
     (tmp_path / "metadata.jsonl").write_text(drawn)
-    n = images.folder_files(tmp_path).number
     assert names() == ["a.png"]
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "sheet.png", "text": "a sheet"}\n')
-    n = images.folder_files(tmp_path).number
     assert names() == ["a.png", "a_64.png", "sheet.png"]
 
 
@@ -90,14 +89,9 @@ def test_images_are_squashed_or_cropped_to_the_given_size(folder, fit):
 
 def test_images_in_tars_are_read_and_their_texts_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for name in ("x.png", "x.txt", "y.png"):
-            buffer = io.BytesIO(b"text")
-            if name.endswith("png"):
-                Image.fromarray(standin.picture(12, 16)).save(buffer, "png")
-            info = tarfile.TarInfo(name)
-            info.size = len(buffer.getvalue())
-            tar.addfile(info, io.BytesIO(buffer.getvalue()))
+    write(tmp_path / "a.png")
+    png = (tmp_path / "a.png").read_bytes()
+    tars.write(tmp_path / "0.tar", [{tars.KEY: b"x", "png": png, "txt": b"text"}, {tars.KEY: b"y", "png": png}])
     files = images.open_files(str(tmp_path / "{0..0}.tar"))
     rows, _ = images.DecodedFiles(files).read(np.arange(files.number))
     np.testing.assert_array_equal(rows, [standin.picture(12, 16)])

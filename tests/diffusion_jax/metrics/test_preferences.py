@@ -96,35 +96,18 @@ def test_an_evaluation_computes_all_three_with_intervals_and_cards(folder):
     assert scorer.cards["hpsv2"]["preprocessing"] == "pad"
 
 
+def write_layer(folder, name, width):
+    state = {f"{name}.weight": np.ones((1, width), "f4"), f"{name}.bias": np.ones(1, "f4")}
+    safetensors.numpy.save_file(state, folder / LAION)
+
+
 @pytest.mark.parametrize(
     ("load", "edit", "error", "message"),
     [
-        (
-            preferences.hpsv2,
-            lambda f: (f / HPS).unlink(),
-            FileNotFoundError,
-            r"holds 0 files HPS_v2\*\.pt: put one of them beside",
-        ),
-        (
-            preferences.hpsv2,
-            lambda f: shutil.copy(f / HPS, f / "HPS_v2_compressed.pt"),
-            ValueError,
-            r"holds 2 files HPS_v2\*\.pt",
-        ),
-        (
-            preferences.aesthetic,
-            lambda f: safetensors.numpy.save_file(
-                {"layers.0.weight": np.ones((1, 768), "f4"), "layers.0.bias": np.ones(1, "f4")}, f / LAION
-            ),
-            ValueError,
-            "does not score the 20 numbers of the CLIP beside it",
-        ),
-        (
-            preferences.aesthetic,
-            lambda f: safetensors.numpy.save_file({"mlp.weight": np.ones((1, 20), "f4")}, f / LAION),
-            ValueError,
-            "does not score",
-        ),
+        (preferences.hpsv2, lambda f: (f / HPS).unlink(), FileNotFoundError, r"holds 0 files HPS_v2\*\.pt: put one"),
+        (preferences.hpsv2, lambda f: shutil.copy(f / HPS, f / "HPS_v2_a.pt"), ValueError, r"holds 2 files HPS_v2\*"),
+        (preferences.aesthetic, lambda f: write_layer(f, "layers.0", 768), ValueError, "score the 20 numbers of the C"),
+        (preferences.aesthetic, lambda f: write_layer(f, "mlp", 20), ValueError, "does not score"),
     ],
 )
 def test_files_that_are_missing_or_belong_elsewhere_are_named(folder, tmp_path, load, edit, error, message):
