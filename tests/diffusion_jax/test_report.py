@@ -27,6 +27,10 @@ DAMAGED = [
     (TABLE, f"{HEAD}b,1,e,1,x\n".encode(), ", line 2: fid is 'x', not a number"),
     (TABLE, f"{HEAD}b,1,e,1\n".encode(), ", line 2: it has another number of cells"),
     (TABLE, b"a,b\n1,2\n", ", line 2: the table has no column guidance"),
+    (TABLE, b"guidance,checkpoint\n1,2\n", ", line 2: the table has no column ema"),
+    (TABLE, f"{HEAD}b,1,e,1,2\nb,1,e,inf,2\n".encode(), ", line 3: guidance is inf"),
+    (TABLE, f"{HEAD}b,1,e,1,2,3\n".encode(), ", line 2: it has another number of cells"),
+    (TABLE, f"fid_low,{HEAD}x,b,1,e,1,2\n".encode(), ", line 2: fid_low is 'x', not a number"),
     (TABLE, HEAD.encode() + b"x" * 200_000, "field larger than field limit"),
     (TABLE, f"{sweep.SHARE},{HEAD}x,b,1,e,1,2\n".encode(), f"{sweep.SHARE} is 'x', not a number"),
     (SCORES, b'{"card":{},"scores":{"fid":[3.5]}}', "holds no scores with a card (KeyError('extra"),
@@ -52,6 +56,15 @@ def test_one_damaged_sweep_is_named_and_hides_no_other(tmp_path, name, content, 
     with pytest.raises(ValueError) as refused:
         frozen.page(runs)
     assert str(refused.value) == line
+
+
+def test_a_report_omits_unknown_columns_and_infinite_scores(tmp_path):
+    run = written_sweeps.write_run(tmp_path / "run")
+    table = run / "evaluation" / "step_00000002" / sweep.TABLE
+    header, *rows = table.read_text().splitlines()
+    rows = [row.replace("15.5", "inf") + ",my note" for row in rows]
+    table.write_text("\n".join([f"{header},note", *rows]) + "\n")
+    assert '"fid": 20.0' in (page := frozen.page([run])) and "15.5" not in page
 
 
 @pytest.mark.parametrize(

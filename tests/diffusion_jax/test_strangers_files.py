@@ -141,14 +141,12 @@ def test_a_config_with_data_of_another_type_makes_no_source_trusted(stranger, da
     assert own_modules._trusted <= {"imagen_jax.settings", "None"}
 
 
+NEW = ["--config=configs/quickstart.py", "--workdir={}/../new", "--rehearse", "--config.data.source=evil.payload"]
 COMMANDS = {
     "evaluate": (["--workdir={}"], False),
     "replay": (["--workdir={}", "--step=1"], False),
     "evaluate --trust": (["--workdir={}", "--trust=evil.payload"], True),
-    "train": (
-        ["--config=configs/quickstart.py", "--workdir={}/../new", "--rehearse", "--config.data.source=evil.payload"],
-        True,
-    ),
+    "train": (NEW, True),
 }
 
 

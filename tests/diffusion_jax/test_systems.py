@@ -41,14 +41,8 @@ def file(tmp_path):
 
 
 def test_a_short_config_file_is_completed_and_changed_by_the_command_line(monkeypatch, file):
-    c = parse(
-        monkeypatch,
-        f"--config={file}:20",
-        "--config.data.max_aspect=1.5",
-        "--config.unet.channel_mult=(1, 2)",
-        "--config.sample_every=0",
-        "--config.sampler.eta=1",
-    )
+    fields = ("data.max_aspect=1.5", "unet.channel_mult=(1, 2)", "sample_every=0", "sampler.eta=1")
+    c = parse(monkeypatch, f"--config={file}:20", *(f"--config.{field}" for field in fields))
     assert (c.steps, c.data.max_aspect, c.sampler.eta, c.unet.kind) == (20, 1.5, 1.0, "unet")
     s = imagen_settings.read_settings(c.to_dict())
     assert (s.unet.channel_mult, s.unet.embed_dim, s.run.step_timeout) == ((1, 2), 256, 1800)
