@@ -20,7 +20,7 @@ def test_a_picture_that_cannot_be_opened_is_an_error_that_names_its_flag(tmp_pat
         input_pictures.open_picture(str(large), "RGB", "--low_res")
 
 
-def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
+def test_a_jpeg_with_exif_rotation_is_opened_upright_and_not_changed(tmp_path):
     exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
     exif[ExifTags.Base.Orientation] = 6  # This value means: rotate by 90 degrees clockwise.
     stored.paste("white", (0, 0, 16, 40))  # After rotation, this is the top.
@@ -29,34 +29,19 @@ def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
     assert image.size == (40, 64)
     rows = np.asarray(image.convert("L")).mean(1)
     assert rows[:14].min() > 240 and rows[20:].max() < 15
-    inputs = input_pictures.opened(Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255))
-    assert inputs is not None and inputs.images[0].size == (40, 64)
+    for mask in (None, Image.new("L", (40, 64), 255)):
+        inputs = input_pictures.opened(original := Image.open(tmp_path / "turned.jpg"), mask)
+        assert inputs is not None and inputs.images[0].size == (40, 64)
+        assert original.size == (64, 40) and original.getexif()[ExifTags.Base.Orientation] == 6  # It is not changed.
 
 
 def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
-    levels = np.array([[0, 257, 32768, 65535]], np.uint16)
-    Image.fromarray(levels).save(tmp_path / "grey.png")
-    image = input_pictures.open_picture(f"{tmp_path}/grey.png", "RGB", "--image")
-    assert np.asarray(image)[0, :, 1].tolist() == [0, 1, 128, 255]
-    mask = input_pictures.open_picture(f"{tmp_path}/grey.png", "L", "--mask")
-    assert np.asarray(mask)[0].tolist() == [0, 1, 128, 255]
-
-
-def test_a_16_bit_tiff_with_white_as_zero_is_inverted(tmp_path):
-    levels = np.array([[0, 257, 32768, 65535]], np.uint16)
-    Image.fromarray(levels).save(tmp_path / "grey.tif", tiffinfo={262: 0})
-    image = input_pictures.open_picture(f"{tmp_path}/grey.tif", "RGB", "--image")
-    assert np.asarray(image)[0, :, 0].tolist() == [255, 254, 127, 0]
-
-
-def test_a_turned_picture_is_opened_upright_and_its_original_is_not_changed(tmp_path):
-    exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
-    exif[ExifTags.Base.Orientation] = 6
-    stored.save(tmp_path / "turned.jpg", exif=exif)
-    image = Image.open(tmp_path / "turned.jpg")
-    inputs = input_pictures.opened(image, None)
-    assert inputs is not None and inputs.images[0].size == (40, 64)
-    assert image.size == (64, 40) and image.getexif()[ExifTags.Base.Orientation] == 6
+    levels = Image.fromarray(np.array([[0, 257, 32768, 65535]], np.uint16))
+    levels.save(tmp_path / "grey.png")
+    levels.save(tmp_path / "inverted.tif", tiffinfo={262: 0})  # White is zero.
+    opened = lambda name, mode: np.asarray(input_pictures.open_picture(f"{tmp_path}/{name}", mode, "--image"))[0]
+    assert opened("grey.png", "RGB")[:, 1].tolist() == opened("grey.png", "L").tolist() == [0, 1, 128, 255]
+    assert opened("inverted.tif", "RGB")[:, 0].tolist() == [255, 254, 127, 0]
 
 
 @pytest.mark.parametrize(("mode", "value"), [("F", 1.5), ("I", 2**20)])

@@ -30,13 +30,9 @@ def test_seeds_of_64_bits_are_written_in_full(tmp_path):
     sample_command._write(Constant(), INPUTS, tmp_path, [0, 1], seeds, images)
     lines = (tmp_path / "metadata.jsonl").read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == seeds
-    assert json.loads(lines[1]) == {
-        "file_name": "seed_18446744073709551615.png",
-        "text": "b",
-        "seed": seeds[1],
-        "steps": 3,
-    }
-    assert (tmp_path / "seed_18446744073709551615.png").is_file()
+    name = "seed_18446744073709551615.png"
+    assert json.loads(lines[1]) == {"file_name": name, "text": "b", "seed": seeds[1], "steps": 3}
+    assert (tmp_path / name).is_file()
 
 
 def test_a_batch_with_nan_is_an_error_and_writes_no_picture(tmp_path, capsys):
