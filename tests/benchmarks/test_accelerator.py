@@ -48,47 +48,29 @@ def test_the_log_does_not_grow_beyond_its_limit(tmp_path, monkeypatch):
 
 
 def test_the_table_shows_measured_planned_and_published_rates():
-    measured = {
-        "samples_per_second": 210.04,
-        "first_samples_per_second": 230.0,
-        "seconds": 60.2,
-        "deterministic": True,
-        "watts": 698.0,
-        "batch": 64,
-        "tflops": 210.7,
-        "mfu": 0.2129,
-        "peak_memory_gib": 30.0,
-        "compile_s": 61.0,
-        "planned": {"samples_per_second": 394.0, "memory_gib": 25.46},
-    }
+    measured = {"samples_per_second": 210.04, "first_samples_per_second": 230.0, "seconds": 60.2, "deterministic": True}
+    measured |= {"batch": 64, "watts": 698.0, "tflops": 210.7, "mfu": 0.2129, "peak_memory_gib": 30.0}
+    measured |= {"compile_s": 61.0, "planned": {"samples_per_second": 394.0, "memory_gib": 25.46}}
     row = {"part": "base64", "about": "", "status": "done", "seconds": 80.0, "results": [measured]}
     lines = accelerator._rates([row | {"published": 202.4, "source": "NeMo, H100"}])
-    assert lines[-1] == (
-        "| base64 | 64 | yes | 60 | 230.0 | 210.0 | 698 | 394.0 | 202.4 (NeMo, H100) | 210.7 "
-        "| 21.3 % | 30.0 | 25.5 | 61.0 | done |"
-    )
+    rates = "230.0 | 210.0 | 698 | 394.0 | 202.4 (NeMo, H100)"
+    assert lines[-1] == f"| base64 | 64 | yes | 60 | {rates} | 210.7 | 21.3 % | 30.0 | 25.5 | 61.0 | done |"
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
 
 
 def test_continue_leaves_out_completed_parts_and_names_those_left_out(tmp_path, capsys, monkeypatch):
     parts = [Part(name, "", ("json.tool", "--help"), 30) for name in ("first", "second", "third")]
     monkeypatch.setattr(accelerator, "PARTS", parts)
-    rows = [
-        {"part": "first", "about": "", "status": "done", "results": [{"kept": 1}]},
-        {"part": "second", "about": "", "status": "failed", "results": []},
-    ]
+    first = {"part": "first", "about": "", "status": "done", "results": [{"kept": 1}]}
+    rows = [first, first | {"part": "second", "status": "failed", "results": []}]
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     accelerator.main([f"--out={tmp_path}", "--continue", "--minutes=0"])
     out = capsys.readouterr().out
     assert "left out: second, third; to run them, add --continue" in out
     assert '`{"kept": 1}`' in out and "first: " not in out
-    assert [json.loads(line)["part"] for line in file.read_text().splitlines()] == [
-        "first",
-        "second",
-        "second",
-        "third",
-    ]
+    written = [json.loads(line)["part"] for line in file.read_text().splitlines()]
+    assert written == ["first", "second", "second", "third"]
 
 
 @pytest.mark.slow

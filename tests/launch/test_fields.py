@@ -8,14 +8,8 @@ from launch import fields
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (
-            {"slurm": {"partition": "gpu\n#SBATCH --uid=0"}},
-            "job.slurm.partition holds 'gpu\\n#SBATCH --uid=0': remove line breaks",
-        ),
-        (
-            {"slurm": {"partition": "gpu --uid=0"}},
-            "job.slurm.partition is 'gpu --uid=0': use letters, digits and . , _ -",
-        ),
+        ({"slurm": {"partition": "gpu\n#SBATCH"}}, "job.slurm.partition holds 'gpu\\n#SBATCH': remove line breaks"),
+        ({"slurm": {"partition": "gpu --uid=0"}}, "partition is 'gpu --uid=0': use letters, digits and . , _ -"),
         ({"slurm": {"account": "me #"}}, "job.slurm.account is 'me #': use letters, digits and"),
         ({"slurm": {"time": "1:00:00\rx"}}, "job.slurm.time holds '1:00:00\\rx': remove line"),
         ({"slurm": {"options": ("-v", "-v\n")}}, "job.slurm.options holds '-v\\n': remove line"),
@@ -33,12 +27,7 @@ def test_a_field_that_would_change_other_lines_of_the_script_is_an_error(job, me
 
 
 def test_setup_and_patch_can_have_several_lines_and_overrides_any_character():
-    fields.check(
-        {
-            "name": "a-1",
-            "secrets": ("HF_TOKEN",),
-            "overrides": ("prompts=('größe $(A) \"b\"',)",),
-            "slurm": {"setup": "module load x\nsource y", "partition": "gpu,a100-80", "account": ""},
-            "gke": {"patch": "spec:\n  suspend: true\n", "queue": "", "namespace": "a.b-c"},
-        }
-    )
+    slurm = {"setup": "module load x\nsource y", "partition": "gpu,a100-80", "account": ""}
+    gke = {"patch": "spec:\n  suspend: true\n", "queue": "", "namespace": "a.b-c"}
+    words = {"name": "a-1", "secrets": ("HF_TOKEN",), "overrides": ("prompts=('größe $(A) \"b\"',)",)}
+    fields.check({**words, "slurm": slurm, "gke": gke})

@@ -54,22 +54,17 @@ def test_every_package_of_the_images_is_pinned_with_one_hash(target):
 
 
 def test_lock_selects_the_wheel_for_the_images_python_and_glibc():
-    wheel = lambda name, digest: {"url": f"https://x/{name}", "hashes": {"sha256": digest}}
-    packages = [
-        {
-            "name": "a",
-            "version": "1",
-            "wheels": [
-                wheel("a-1-cp311-cp311-manylinux_2_17_x86_64.whl", "old"),
-                wheel("a-1-cp312-cp312-manylinux_2_38_x86_64.whl", "new glibc"),
-                wheel("a-1-cp312-cp312-manylinux2014_aarch64.whl", "arm"),
-                wheel("a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", "right"),
-                wheel("a-1-py3-none-any.whl", "slow"),
-            ],
-        },
-        {"name": "b", "version": "2", "sdist": {"hashes": {"sha256": "source"}}},
+    wheel = lambda name, digest: {"url": f"https://x/{name}.whl", "hashes": {"sha256": digest}}
+    wheels = [
+        wheel("a-1-cp311-cp311-manylinux_2_17_x86_64", "old"),
+        wheel("a-1-cp312-cp312-manylinux_2_38_x86_64", "new glibc"),
+        arm := wheel("a-1-cp312-cp312-manylinux2014_aarch64", "arm"),
+        wheel("a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64", "right"),
+        wheel("a-1-py3-none-any", "slow"),
     ]
-    assert list(lock.requirements({"packages": packages})) == ["a==1 --hash=sha256:right", "b==2 --hash=sha256:source"]
-    with pytest.raises(ValueError, match=r"c 3 has neither a wheel for Python 3.12 on Linux"):
-        arm = [wheel("c-3-cp312-cp312-manylinux2014_aarch64.whl", "arm")]
-        list(lock.requirements({"packages": [{"name": "c", "version": "3", "wheels": arm}]}))
+    package = {"name": "a", "version": "1", "wheels": wheels}
+    source = {"name": "b", "version": "2", "sdist": {"hashes": {"sha256": "source"}}}
+    locked = list(lock.requirements({"packages": [package, source]}))
+    assert locked == ["a==1 --hash=sha256:right", "b==2 --hash=sha256:source"]
+    with pytest.raises(ValueError, match=r"a 1 has neither a wheel for Python 3.12 on Linux"):
+        list(lock.requirements({"packages": [package | {"wheels": [arm]}]}))

@@ -12,18 +12,10 @@ from absl.testing import flagsaver
 
 from diffusion_jax.devices import distributed
 
-EXPLICIT = {
-    "coordinator_address": "host:1234",
-    "num_processes": 4,
-    "process_id": 0,
-    "cluster_detection_method": "deactivate",
-}
-SLURM = {
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_GPUS_ON_NODE": "8",
-}
+EXPLICIT = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 0}
+EXPLICIT["cluster_detection_method"] = "deactivate"
+SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+SLURM["SLURM_GPUS_ON_NODE"] = "8"
 
 
 @pytest.fixture
@@ -45,11 +37,14 @@ def joined(monkeypatch):
     flags.FLAGS.unparse_flags()
 
 
+VARIABLES = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {},
-        {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        VARIABLES | {"JAX_NUM_PROCESSES": "1"},
         SLURM | {"SLURM_NTASKS": "1"},
         {"SLURM_NTASKS": "8"},  # A batch script or a shell in an allocation, without srun.
         {"TPU_WORKER_HOSTNAMES": "localhost"},
@@ -63,12 +58,11 @@ def test_a_single_process_joins_no_cluster_unless_distributed_is_on(joined, envi
 
 def test_flags_and_environment_variables_are_equivalent(joined):
     flags = {"coordinator": "host:1234", "num_processes": "4", "process_id": "0"}
-    variables = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
-    assert joined({}, **flags) == joined(variables) == EXPLICIT
+    assert joined({}, **flags) == joined(VARIABLES) == EXPLICIT
     # Explicit values override those of a scheduler.
-    assert joined(SLURM | variables) == EXPLICIT
+    assert joined(SLURM | VARIABLES) == EXPLICIT
     assert joined(SLURM, **flags | {"process_id": "3"}) == EXPLICIT | {"process_id": 3}
-    assert joined(variables, distributed="off") is None
+    assert joined(VARIABLES, distributed="off") is None
 
 
 def test_a_single_slurm_task_per_node_uses_all_its_gpus(joined):
@@ -80,36 +74,27 @@ def test_a_single_slurm_task_per_node_uses_all_its_gpus(joined):
     assert joined(SLURM | {"SLURM_GPUS_ON_NODE": ""}) == asked | {"local_device_ids": None}
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"TPU_WORKER_HOSTNAMES": "a,b"},
-        {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
-        {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"},
-    ],
-)
-def test_gke_pods_of_a_tpu_slice_join(joined, environment):
-    assert joined(environment) == {"cluster_detection_method": "gketpu"}
+def test_gke_pods_of_a_tpu_slice_join(joined):
+    several = {"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"}
+    for environment in (*several, {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"}):
+        assert joined(environment) == {"cluster_detection_method": "gketpu"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("coordinator", "number", "message"),
     [
-        ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: set all of"),
-        ({"process_id": "1"}, "--coordinator, --num_processes is missing: set all of"),
-        (
-            {"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
-            "process_id is 2, but with 2 processes it must be from 0 to 1",
-        ),
-        (
-            {"coordinator": "host", "num_processes": "2", "process_id": "1"},
-            "coordinator is 'host': it must be HOST:PORT",
-        ),
+        ("host:1", None, "--process_id is missing: set all of"),
+        (None, "1", "--coordinator is missing: set all of"),
+        ("host:1", "2", "process_id is 2, but with 2 processes it must be from 0 to 1"),
+        ("host", "1", "coordinator is 'host': it must be HOST:PORT"),
     ],
 )
-def test_incomplete_or_invalid_cluster_flags_are_errors(joined, flags, message):
+def test_incomplete_or_invalid_cluster_flags_are_errors(joined, coordinator, number, message):
+    values = {"coordinator": coordinator, "num_processes": "2", "process_id": number}
     with pytest.raises(ValueError, match=message):
-        joined({}, **flags)
+        joined({}, **{name: value for name, value in values.items() if value})
+    with pytest.raises(ValueError, match="--coordinator, --num_processes is missing: set all of"):
+        joined({}, process_id="1")
 
 
 def test_the_table_has_one_line_per_process():

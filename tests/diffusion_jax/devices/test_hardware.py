@@ -1,31 +1,20 @@
 """Peak FLOP/s per device kind, and utilization computed by hand."""
 
+import types
+
 import jax
 import pytest
 
 from diffusion_jax.devices import hardware
 
+GPUS = {"H100 80GB HBM3": 989.4, "H100 PCIe": 756, "H200": 989.4, "A100-SXM4-80GB": 312, "B200": 2250, "GB200": 2500}
+TPUS = {"TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU7x": 1153.5}
+PEAKS = {f"NVIDIA {kind}": peak for kind, peak in GPUS.items()} | TPUS | {"AMD Instinct MI300X": 1307.4}
 
-@pytest.mark.parametrize(
-    ("kind", "teraflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("AMD Instinct MI300X", 1307.4),
-        ("TPU v4", 275),
-        ("TPU v5 lite", 197),
-        ("TPU v5", 459),
-        ("TPU v5p", 459),
-        ("TPU v6 lite", 918),
-        ("TPU7x", 1153.5),
-    ],
-)
-def test_peak_flops_match_the_data_sheets_dense_bfloat16_numbers(kind, teraflops):
-    assert hardware.peak_flops(kind) == teraflops * 1e12
+
+@pytest.mark.parametrize("kind", PEAKS)
+def test_peak_flops_match_the_data_sheets_dense_bfloat16_numbers(kind):
+    assert hardware.peak_flops(kind) == PEAKS[kind] * 1e12
 
 
 def test_an_unknown_device_has_no_peak_and_no_utilization():
@@ -43,8 +32,5 @@ def test_the_cpu_does_not_report_memory():
 
 
 def test_memory_without_a_peak_reports_the_used_bytes_as_peak():
-    class Device:
-        def memory_stats(self):
-            return {"bytes_in_use": 3, "bytes_limit": 9}
-
-    assert hardware.memory(Device()) == hardware.Memory(used=3, peak=3, limit=9)
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 3, "bytes_limit": 9})
+    assert hardware.memory(device) == hardware.Memory(used=3, peak=3, limit=9)

@@ -53,16 +53,9 @@ def test_progress_without_a_known_end_shows_the_elapsed_time(seconds, caplog):
 
 
 def test_step_line_shows_rate_loss_time_left_memory_and_utilization():
-    line = progress.step_line(
-        300,
-        8000,
-        images_per_second=812.34,
-        loss=0.12345,
-        seconds_left=3792.4,
-        memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36),
-        utilization=0.4123,
-    )
-    assert line == ("step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %")
+    rates = {"images_per_second": 812.34, "loss": 0.12345, "seconds_left": 3792.4, "utilization": 0.4123}
+    line = progress.step_line(300, 8000, memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36), **rates)
+    assert line == "step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %"
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,10 @@ def test_metrics_are_written_as_one_json_object_per_line(tmp_path):
     writer.write_scalars(3, {"loss": np.float32(0.25), "grad_norm": jnp.array(2)})
     writer.write_scalars(4, {"loss": float("nan"), "grad_norm": float("inf")})
     # Before close, because a killed run never closes its files.
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     writer.close()
-    assert [json.loads(line) for line in lines] == [
-        {"step": 3, "loss": 0.25, "grad_norm": 2.0},
-        {"step": 4, "loss": None, "grad_norm": None},
-    ]
+    assert first == {"step": 3, "loss": 0.25, "grad_norm": 2.0}
+    assert second == {"step": 4, "loss": None, "grad_norm": None}
 
 
 def test_metrics_of_a_resumed_run_hold_each_step_once_and_no_partial_line(tmp_path):
@@ -63,15 +61,8 @@ def test_read_more_metrics_parses_only_new_lines(tmp_path, monkeypatch):
     assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [1, 5, 6]
 
 
-BROKEN = (
-    b'{"step": 2',
-    b"\xff\x00\x1b",
-    b"[2]",
-    b'{"loss": 2}',
-    b'{"step": "2"}',
-    b"[" * 10**5,
-    b'{"step": 2, "images_per_second": "fast"}',
-)
+BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"}', b"[" * 10**5)
+BROKEN += (b'{"step": 2, "images_per_second": "fast"}',)
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
@@ -123,19 +114,12 @@ def test_the_manifest_lists_each_start_with_config_versions_and_devices(tmp_path
     assert first["start"] <= second["start"] and first["start"].endswith("+00:00")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\x00\x80",
-        b"[1]",
-        b'{"runs": 3}',
-        b"{}",
-        b"[" * 10**5,
-        b'{"runs": [], "continued_from": {"run": "a", "step": 1, "averages_from": "b"}}',
-    ],
-    ids=["empty", "binary", "a list", "a number", "no runs", "deep", "a step that is text"],
-)
+TEXT_STEP = b'{"runs": [], "continued_from": {"run": "a", "step": 1, "averages_from": "b"}}'
+DAMAGED = {"empty": b"", "binary": b"\xff\x00\x80", "a list": b"[1]", "no runs": b"{}", "deep": b"[" * 10**5}
+DAMAGED |= {"a number": b'{"runs": 3}', "a step that is text": TEXT_STEP}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_manifest_is_replaced_with_a_warning(tmp_path, caplog, content):
     (tmp_path / "manifest.json").write_bytes(content)
     run_log.write_manifest(tmp_path, {}, seed=7, step=300)
