@@ -52,51 +52,44 @@ def test_a_command_sets_the_variables_before_jax_starts(tmp_path):
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
     environ.pop("XLA_CLIENT_MEM_FRACTION", None)
-    lines = (
-        "import os",
-        "from absl import flags",
-        "from diffusion_jax import cli",
-        "from diffusion_jax.devices import tuning",
-        "flags.FLAGS(['x'])",
-        "cli.start()",
-        "print({k: v for k, v in tuning.variables().items() if 'FRACTION' in k or 'NCCL' in k})",
-    )
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True)
-    wanted = {"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"}
-    assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr
+    shown = "print({k: v for k, v in tuning.variables().items() if 'FRACTION' in k or 'NCCL' in k})"
+    assert last_line(shown, environ) == str({"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"})
+
+
+def last_line(code, environ):
+    """Return the last line that this code prints after a command's start."""
+    start = "from absl import flags; from diffusion_jax import cli; from diffusion_jax.devices import tuning"
+    code = f"{start}\nflags.FLAGS(['x'])\ncli.start()\n{code}"
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+CALLS = """
+import ctypes, resource
+c = ctypes.CDLL(None)
+c.prctl(41, 1, 0, 0, 0)  # No huge pages.
+c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+c.free.argtypes = [ctypes.c_void_p]
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def call():
+    block = c.malloc(2**26)
+    ctypes.memset(block, 1, 2**26)
+    c.free(block)
+
+call()
+before = faults()
+for _ in range(10):
+    call()
+print((faults() - before) / 2**14)
+"""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 @pytest.mark.parametrize(("theirs", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
 def test_on_a_cpu_freed_memory_is_reused_unless_malloc_is_configured(theirs, kept):
     """Allocate, fill and free 64 MiB (2^14 pages) ten times, and count the page faults."""
-    lines = (
-        "import ctypes, resource",
-        "from absl import flags",
-        "from diffusion_jax import cli",
-        "flags.FLAGS(['x'])",
-        "cli.start()",
-        "c = ctypes.CDLL(None)",
-        "c.prctl(41, 1, 0, 0, 0)",  # No huge pages.
-        "c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]",
-        "c.free.argtypes = [ctypes.c_void_p]",
-        "def call():",
-        "    block = c.malloc(2**26)",
-        "    ctypes.memset(block, 1, 2**26)",
-        "    c.free(block)",
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt",
-        "call()",
-        "before = faults()",
-        "for _ in range(10):",
-        "    call()",
-        "print((faults() - before) / 2**14)",
-    )
     environ = {n: v for n, v in os.environ.items() if not n.startswith(tuning.MALLOC)}
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={**environ, "JAX_PLATFORMS": "cpu", **theirs},
-        capture_output=True,
-        text=True,
-    )
-    times = float(ended.stdout.splitlines()[-1])
-    assert times < 0.1 if kept else times > 9.7, (times, ended.stderr)
+    times = float(last_line(CALLS, {**environ, "JAX_PLATFORMS": "cpu", **theirs}))
+    assert times < 0.1 if kept else times > 9.7
