@@ -57,12 +57,6 @@ def test_the_target_has_unit_variance_if_the_data_has_the_assumed_variance(name)
     np.testing.assert_allclose(precond.loss(zero, scalings, x0, eps, SIGMA), 1.0, rtol=0.05)
 
 
-@pytest.mark.parametrize("sigma_data", [0.5, 1.0])
-def test_edm_input_has_unit_variance(sigma_data):
-    c_in = precond.edm(sigma_data)(SIGMA).c_in
-    np.testing.assert_allclose(c_in**2 * (SIGMA**2 + sigma_data**2), 1.0, rtol=1e-6)
-
-
 @pytest.mark.parametrize("name", PRECONDS)
 def test_a_perfect_network_has_zero_loss_and_denoises_exactly(name):
     on_target = lambda x, c_noise: jnp.float32(TARGETS[name](np.float64(X0), np.float64(EPS)))
@@ -90,22 +84,18 @@ def test_edm_with_f_0_is_the_ideal_denoiser_of_gaussian_data():
     np.testing.assert_allclose(d, X0 * 0.25 / (0.25 + S**2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PRECONDS)
+@pytest.mark.parametrize("name", [*PRECONDS, "wide edm"])
 def test_the_network_receives_the_scaled_image_and_the_time_of_its_sigma(name):
-    seen = {}
-
-    def spy(x, c_noise):
-        seen.update(x=x, time=c_noise)
-        return x
-
-    precond.denoiser(spy, PRECONDS[name])(X0, SIGMA)
-    in_denoiser = dict(seen)
-    precond.loss(spy, PRECONDS[name], X0, jnp.zeros_like(EPS), SIGMA)
-    variance = 0.25 if name == "edm" else 1.0
-    time = np.log(S) / 4 if name == "edm" else -2 * np.log(S)
-    for call in (in_denoiser, seen):
-        np.testing.assert_allclose(call["x"], X0 / np.sqrt(S**2 + variance), rtol=1e-6)
-        np.testing.assert_allclose(call["time"], time[:, 0, 0, 0], rtol=1e-6)
+    calls, scalings = [], PRECONDS.get(name, precond.edm(2.0))
+    spy = lambda x, c_noise: calls.append((x, c_noise)) or x
+    precond.denoiser(spy, scalings)(X0, SIGMA)
+    precond.loss(spy, scalings, X0, jnp.zeros_like(EPS), SIGMA)
+    variance = {"edm": 0.25, "wide edm": 4.0}.get(name, 1.0)
+    expected = np.log(S) / 4 if "edm" in name else -2 * np.log(S)
+    for x, time in calls:
+        np.testing.assert_allclose(x, X0 / np.sqrt(S**2 + variance), rtol=1e-6)
+        np.testing.assert_allclose(time, expected[:, 0, 0, 0], rtol=1e-6)
+    assert len(calls) == 2
 
 
 def test_the_loss_and_denoiser_of_a_bfloat16_network_are_float32():
