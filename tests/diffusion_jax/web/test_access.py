@@ -15,21 +15,10 @@ def app():
     slow.go.release(1000)  # Otherwise an unfinished job fails, and logs this, during a later test.
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "127.0.0.1:80@evil",
-        "[::1]evil.com",
-        "127.0.0.1]",
-        "[127.0.0.1",
-        "127.0.0.1:8765:1",
-        "",
-        "127.0.0.1 evil",
-        "127.0.0.1/evil",
-        "evil",
-        "127.0.0.1:x",
-    ],
-)
+OTHER_HOSTS = [f"127.0.0.1{end}" for end in ("]", ":80@evil", ":8765:1", ":x", " evil", "/evil")]
+
+
+@pytest.mark.parametrize("host", [*OTHER_HOSTS, "[127.0.0.1", "[::1]evil.com", "evil", ""])
 def test_malformed_and_unknown_hosts_are_errors(app, host):
     status, headers, content = ask(app, "/", host=host)
     assert status == 421 and repr(host) in json.loads(content)["error"]
@@ -41,18 +30,10 @@ def test_requests_with_the_pages_own_host_are_allowed(app, host):
     assert ask(app, "/", host=host)[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("origin", "status"),
-    [
-        ("http://127.0.0.1:8765", 200),
-        ("http://127.0.0.1:9", 403),
-        ("null", 403),
-        ("", 403),
-        ("https://evil.example", 403),
-    ],
-)
-def test_requests_from_another_origin_are_errors(app, origin, status):
-    assert post(app, [a_picture()], headers=(JSON, ("origin", origin)))[0] == status
+@pytest.mark.parametrize("origin", ["http://127.0.0.1:9", "null", "", "https://evil.example"])
+def test_only_requests_from_the_pages_own_origin_are_allowed(app, origin):
+    ask_from = lambda origin: post(app, [a_picture()], headers=(JSON, ("origin", origin)))[0]
+    assert (ask_from("http://127.0.0.1:8765"), ask_from(origin)) == (200, 403)
 
 
 @pytest.mark.parametrize(("path", "status"), [("/none", 404), ("/api/draw", 405), ("/api/jobs/none", 404), ("/", 200)])
