@@ -37,12 +37,8 @@ def test_the_judge_reads_every_pair_of_colours_also_with_noise(judge):
 
 def test_a_picture_is_right_only_if_digit_ink_and_paper_are():
     prompts = ["a red seven on gray paper"] * 4
-    read = [
-        digits.Prompt(7, "red", "gray"),
-        digits.Prompt(1, "red", "gray"),
-        digits.Prompt(7, "blue", "gray"),
-        digits.Prompt(7, "blue", "black"),
-    ]
+    read = [(7, "red", "gray"), (1, "red", "gray"), (7, "blue", "gray"), (7, "blue", "black")]
+    read = [digits.Prompt(*prompt) for prompt in read]
     right = compare(read, prompts)
     assert [accuracy.part_right(i)(right).value for i in range(3)] == [0.75, 0.5, 0.75]
     assert accuracy.all_right(right).value == 0.25
