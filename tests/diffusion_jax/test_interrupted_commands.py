@@ -25,16 +25,9 @@ FIRST = ("absl", "jax", "numpy")
 
 def python(folder, *arguments, ignored=False):
     """Run Python in a folder, which comes first on its path. It gets Ctrl-C by default."""
-    signals = f"--{'ignore' if ignored else 'default'}-signal=INT"
-    return subprocess.run(
-        ["env", signals, sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = ["env", f"--{'ignore' if ignored else 'default'}-signal=INT", sys.executable, *arguments]
+    where = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **where)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

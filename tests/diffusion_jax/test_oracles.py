@@ -110,11 +110,8 @@ def test_the_edm_loss_matches_nemo(distance, augmented):
     sigma, sigma_low = (jnp.asarray(FUNCTIONS[f"edm/loss_sigma_{k}"]) for k in ("main", "lowres"))
     low_res = {}
     if augmented:
-        low_res = augment(
-            images(FUNCTIONS["in/x_low_res"]),
-            sigma_low[:, None, None, None],
-            images(FUNCTIONS["edm/loss_noise_aug1/1"]),
-        ) | {"low_res_time": jnp.log(sigma_low) / 4}
+        plain, eps = images(FUNCTIONS["in/x_low_res"]), images(FUNCTIONS["edm/loss_noise_aug1/1"])
+        low_res = augment(plain, sigma_low[:, None, None, None], eps) | {"low_res_time": jnp.log(sigma_low) / 4}
     network = lambda x, time: toy(x, time, **low_res) + SHIFT
     x0, eps = images(FUNCTIONS["in/x0"]), images(FUNCTIONS[f"edm/loss_noise_aug{augmented}/0"])
     losses = precond.loss(network, precond.edm(), x0, eps, sigma, getattr(precond, distance))
@@ -205,9 +202,8 @@ def test_the_thresholded_derivative_matches_nemo():
 
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas_match_nemo(n):
-    np.testing.assert_allclose(
-        jax.jit(grids.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
-    )
+    levels = jax.jit(grids.karras_sigmas, static_argnums=0)(n)
+    np.testing.assert_allclose(levels, SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5)
 
 
 def python_scan(f, carry, inputs):

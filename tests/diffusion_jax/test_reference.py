@@ -30,13 +30,9 @@ def test_settings_md_matches_the_generated_page():
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_config_field_is_described_in_whole_sentences(kind):
+def test_every_config_field_is_described_in_whole_sentences_and_its_group_names_its_readers(kind):
     for field in fields(kind):
         assert re.fullmatch(r"[A-Z0-9].*\.", field.meaning), f"{kind.__name__}.{field.name}"
-
-
-@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_config_group_names_the_files_that_read_it(kind):
     if hasattr(kind, "_fields"):  # A network reads its own fields.
         files = re.findall(r"\w+/[\w/]+\.py", kind.__doc__.partition("Read by ")[2])
         assert files and all((ROOT / file).is_file() for file in files)

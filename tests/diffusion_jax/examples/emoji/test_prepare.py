@@ -20,8 +20,7 @@ def package(tmp_path_factory):
     path = tmp_path_factory.mktemp("npm") / "emoji-datasource-google-16.0.0.tgz"
     with tarfile.open(path, "w:gz") as tar:
         for number, code in enumerate(sorted(emoji.codes())):
-            png = io.BytesIO()
-            Image.new("RGBA", (8, 8), (number % 256, 0, 0, 128)).save(png, "png")
+            Image.new("RGBA", (8, 8), (number % 256, 0, 0, 128)).save(png := io.BytesIO(), "png")
             # Some packages omit the variation selector FE0F.
             name = code.lower().replace("-fe0f", "") if number % 2 else code.lower()
             member = tarfile.TarInfo(f"package/img/google/64/{name}.png")
