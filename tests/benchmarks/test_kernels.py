@@ -41,22 +41,17 @@ def test_the_kernels_for_gpus_refuse_channels_that_do_not_fill_a_program():
         group_norm_kernel.group_norm(jnp.ones((1, 4, 4, 96)), jnp.ones((1, 96)), jnp.ones((1, 96)))
 
 
-@pytest.mark.parametrize("form", [forms.own_gradient, forms.two_products])
-def test_forms_of_the_gated_mlp_have_equal_values_and_gradients(form):
+GATED, BIASED = (forms.own_gradient, forms.two_products), (forms.biased_row, ops._linear)
+
+
+@pytest.mark.parametrize(
+    ("form", "plain"), [*((form, forms.one_product) for form in GATED), *((form, forms.biased) for form in BIASED)]
+)
+def test_forms_of_the_gated_mlp_and_of_a_biased_product_have_equal_values_and_gradients(form, plain):
     rng = np.random.default_rng(0)
     arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
     value = lambda f: jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(*arguments)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), value(form), value(forms.one_product)
-    )
-
-
-@pytest.mark.parametrize("form", [forms.biased_row, ops._linear])
-def test_forms_of_a_biased_product_have_equal_values_and_gradients(form):
-    rng = np.random.default_rng(0)
-    arguments = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (16,))]
-    value = lambda f: jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), value(form), value(forms.biased))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), value(form), value(plain))
 
 
 def test_traffic_adds_operands_and_results_and_counts_copies():

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -14,6 +12,7 @@ from diffusion_jax.devices import flops
 from diffusion_jax.train import memory
 from launch.planner import tasks
 from tests.imagen_jax import commands
+from tests.launch.planner.test_compiling import last_two_numbers, run
 
 # A fusion with a convolution, a copy, a loop over a reduction, a gather without overlap,
 # one that overlaps with a fusion, and a Pallas kernel whose metadata contains a line break.
@@ -108,14 +107,6 @@ def test_on_a_tpu_six_iterations_cost_twice_as_much_as_three():
     assert six == 2 * three > 0
 
 
-def last_two_numbers(script):
-    """Run a script in its own process, and return the last two numbers it prints."""
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return [float(word) for word in ended.stdout.split()[-2:]]
-
-
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
     # 2 x 8 rows and heads, 2 blocks of queries, and 3 blocks of keys.
@@ -127,8 +118,7 @@ def test_the_grid_of_a_kernel_is_read_from_its_operands():
 @pytest.mark.parametrize("sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")])
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
-    command = [sys.executable, "-m", "benchmarks.profile.pallas", kind, *sizes]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run("-m", "benchmarks.profile.pallas", kind, *sizes)
     assert ended.returncode == 0, ended.stderr
     forward, backward = json.loads(ended.stdout.splitlines()[-1])
     # A lower bound is the number of cycles of the matrix products over 128 lanes. They have
@@ -151,17 +141,8 @@ def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
 
 
 def test_a_profile_counts_each_block_as_often_as_it_is_called():
-    one = blocks.Profile(
-        "v5e",
-        "a",
-        {"norm": 1e6, "matrix unit": 3e6},
-        {},
-        4e11,
-        0,
-        1.0,
-        [cycles.Cost(3e6, "matrix unit", "", "conv")],
-        0,
-    )
+    costliest = [cycles.Cost(3e6, "matrix unit", "", "conv")]
+    one = blocks.Profile("v5e", "a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0, costliest, 0)
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
     block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
@@ -179,12 +160,7 @@ def test_a_profile_counts_each_block_as_often_as_it_is_called():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_profile_is_printed_for_a_tpu_without_the_hardware():
-    ended = commands.run(
-        "benchmarks.profile",
-        "--config=configs/quickstart.py",
-        "--config.unet.embed_dim=32",
-        "--target=v5e:1x1",
-        "--config.batch_size=8",
-    )
+    flags = ("--config=configs/quickstart.py", *commands.config_flags("unet.embed_dim=32 batch_size=8"))
+    ended = commands.run("benchmarks.profile", *flags, "--target=v5e:1x1")
     assert ended.code == 0, ended.err
     assert "the sum of 10 blocks and the update" in ended.out and "Nothing was measured" in ended.out

@@ -31,9 +31,8 @@ def test_default_node_counts_are_powers_of_two_and_all_nodes(names, devices, per
     ],
 )
 def test_invalid_node_counts_are_one_line_errors(names, per_node, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         scaling.nodes_of(names, 8, per_node)
-    assert message in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +78,9 @@ def test_the_table_gives_speed_up_and_efficiency_relative_to_the_first_row(model
 
 @pytest.mark.slow
 def test_the_scaling_command_measures_1_2_4_and_8_devices(tmp_path):
-    ended = commands.run(
-        "benchmarks.scaling",
-        *TINY,
-        "--config.batch_size=16",
-        "--config.optimizer.micro_batch=1",
-        "--devices_per_node=1",
-        "--steps=2",
-        "--warmup=1",
-        f"--workdir={tmp_path}",
-    )
+    fields = commands.config_flags("batch_size=16 optimizer.micro_batch=1")
+    measured = ("--devices_per_node=1", "--steps=2", "--warmup=1", f"--workdir={tmp_path}")
+    ended = commands.run("benchmarks.scaling", *TINY, *fields, *measured)
     assert ended.code == 0, ended.err
     rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
     assert [int(row["devices"]) for row in rows] == [1, 2, 4, 8]
@@ -101,18 +93,9 @@ def test_the_scaling_command_measures_1_2_4_and_8_devices(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["cached", "images"])
 def test_train_step_measures_stable_diffusion_without_weights(inputs, tmp_path):
-    ended = commands.run(
-        "benchmarks.train_step",
-        "--config=configs/sd_quickstart.py",
-        "--config.unet.width=32",
-        "--config.unet.num_heads=1",
-        "--batch=2",
-        f"--inputs={inputs}",
-        "--steps=1",
-        "--warmup=0",
-        f"--workdir={tmp_path}",
-        devices=1,
-    )
+    fields = ("--config=configs/sd_quickstart.py", *commands.config_flags("unet.width=32 unet.num_heads=1"))
+    measured = ("--batch=2", f"--inputs={inputs}", "--steps=1", "--warmup=0", f"--workdir={tmp_path}")
+    ended = commands.run("benchmarks.train_step", *fields, *measured, devices=1)
     assert ended.code == 0, ended.err
     line = (tmp_path / "train_step.txt").read_text()
     assert ended.out == line and f'"inputs": "{inputs}"' in line

@@ -38,7 +38,7 @@ print(gpu.kernels(program.as_text()))
 
 
 def run(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *command], cwd=commands.ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -155,7 +155,6 @@ def test_a_sum_over_two_slices_is_counted_once_as_network_traffic():
 
 def last_two_numbers(script):
     """Run a script in its own process, and return the last two numbers it prints."""
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, check=False)
+    ended = run("-c", script)
     assert ended.returncode == 0, ended.stderr
     return [float(word) for word in ended.stdout.split()[-2:]]
