@@ -7,6 +7,11 @@ SCALING = "--job=launch/jobs/scaling.py"
 SWEEP = "--job=launch/jobs/quickstart_sweep.py"
 
 
+def flags(fields):
+    """Return the flags that set fields of the job, such as "accelerator=h100:8 restarts=2"."""
+    return tuple(f"--job.{field}" for field in fields.split())
+
+
 def trust_flags():
     """Spare a launcher the process that parses the flags of its runs, which takes two seconds."""
     from launch import job

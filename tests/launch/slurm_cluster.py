@@ -84,16 +84,8 @@ class Cluster:
 
     def ask(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's programs, and return the completed process."""
-        return subprocess.run(
-            command,
-            input=text,
-            text=True,
-            capture_output=True,
-            cwd=self.folder,
-            env=self.environment,
-            timeout=120,
-            check=False,
-        )
+        where = {"cwd": self.folder, "env": self.environment}
+        return subprocess.run(command, input=text, text=True, capture_output=True, timeout=120, check=False, **where)
 
     def run(self, *command: str, text: str = "") -> str:
         """Run one of Slurm's programs, and return its output."""
@@ -156,10 +148,8 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
     (folder / "munge.key").chmod(0o600)
     folder.chmod(0o755)
     cluster = Cluster(folder)
-    munge = [
-        f"--{name}={folder}/munge.{name.removesuffix('-file')}"
-        for name in ("key-file", "pid-file", "log-file", "seed-file", "socket")
-    ]
+    munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    munge.append(f"--socket={folder}/munge.socket")
     commands = {
         "munged": ("munged", "--foreground", "--force", *munge),
         "slurmctld": ("slurmctld", "-D"),

@@ -14,12 +14,13 @@ import yaml
 
 from diffusion_jax import exits
 from diffusion_jax.devices import tuning
-from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
+from tests.launch.launching import BASE, SCALING, SWEEP, flags, printed, refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 TPU = " ".join(setting.value for setting in tuning.SETTINGS["tpu"])
-THERE = ("--job.image=registry/name:tag", "--job.workdir=gs://bucket/runs/base64")
+THERE = flags("image=registry/name:tag workdir=gs://bucket/runs/base64")
+H100 = "--job.accelerator=h100:8"
 
 
 def strict(schema):
@@ -58,16 +59,8 @@ def rendered(validator):
 
 @pytest.fixture(scope="module")
 def tpu(rendered):
-    ((manifest,), _) = rendered(
-        BASE,
-        *THERE,
-        "--job.accelerator=v6e:16x16*2",
-        "--job.gke.spot=true",
-        "--job.gke.queue=team",
-        "--job.secrets=('HF_TOKEN',)",
-        "--job.overrides=('optimizer.lr=2e-4',)",
-        before=None,
-    )
+    spot = "accelerator=v6e:16x16*2 gke.spot=true gke.queue=team secrets=('HF_TOKEN',) overrides=('optimizer.lr=2e-4',)"
+    ((manifest,), _) = rendered(BASE, *THERE, *flags(spot), before=None)
     return manifest
 
 
@@ -95,30 +88,21 @@ def test_a_tpu_job_has_one_pod_per_host_in_each_slice(tpu):
     worker, job, pod, container = parts(tpu)
     assert (worker["replicas"], job["parallelism"], job["completions"]) == (2, 64, 64)
     assert job["completionMode"] == "Indexed"
-    assert pod["nodeSelector"] == {
-        "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
-        "cloud.google.com/gke-tpu-topology": "16x16",
-        "cloud.google.com/gke-spot": "true",
-    }
+    nodes = {"tpu-accelerator": "tpu-v6e-slice", "tpu-topology": "16x16", "spot": "true"}
+    assert pod["nodeSelector"] == {f"cloud.google.com/gke-{name}": value for name, value in nodes.items()}
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     (toleration,) = pod["tolerations"]
     assert toleration["key"] == "cloud.google.com/gke-spot"
     assert tpu["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    assert tpu["metadata"]["annotations"] == {
-        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-    }
+    topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert tpu["metadata"]["annotations"] == topology
 
 
 def test_the_container_runs_the_command_with_an_unmounted_bucket_as_workdir(tpu):
     _, job, pod, container = parts(tpu)
-    assert [*container["command"], *container["args"]] == [
-        "python",
-        "-m",
-        "imagen_jax.train",
-        "--config=configs/base64_500m.py",
-        "--config.optimizer.lr=2e-4",
-        "--workdir=gs://bucket/runs/base64",
-    ]
+    config = ["--config=configs/base64_500m.py", "--config.optimizer.lr=2e-4"]
+    assert container["command"] == ["python", "-m"]
+    assert container["args"] == ["imagen_jax.train", *config, "--workdir=gs://bucket/runs/base64"]
     assert container["image"] == "registry/name:tag"
     assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
     assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
@@ -140,10 +124,8 @@ def outcome(manifest, code):
     matched = [i for i, rule in rules if code in rule.get("onExitCodes", {"values": []})["values"]]
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     if matched:
-        reason = "PodFailurePolicy"
-        message = (
-            f"Container main for pod default/p failed with exit code {code} matching FailJob rule at index {matched[0]}"
-        )
+        reason, rule = "PodFailurePolicy", f"matching FailJob rule at index {matched[0]}"
+        message = f"Container main for pod default/p failed with exit code {code} {rule}"
     for rule in manifest["spec"]["failurePolicy"]["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [""])
         if reason in rule["onJobFailureReasons"] and any(p in message for p in patterns):
@@ -181,10 +163,8 @@ def test_gpu_pods_have_the_coordinators_address_and_their_index(sweep):
 def test_a_sweep_gives_one_manifest_per_run_and_a_table(sweep):
     manifests, table = sweep
     assert [m["metadata"]["name"] for m in manifests] == [f"quickstart-{i}" for i in range(3)]
-    arguments = [parts(m)[3]["args"] for m in manifests]
-    assert [a[2:] for a in arguments] == [
-        [f"--config.seed={i}", f"--workdir=gs://bucket/runs/base64/{i}"] for i in range(3)
-    ]
+    for i, manifest in enumerate(manifests):
+        assert parts(manifest)[3]["args"][2:] == [f"--config.seed={i}", f"--workdir=gs://bucket/runs/base64/{i}"]
     assert table == "".join(f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3))
 
 
@@ -201,15 +181,9 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
               containers: [{name: main, ports: [{containerPort: 55527}],
                             env: [{name: TPU_LOG, value: "1"}]}]}}}}
     """
-    ((manifest,), _) = rendered(
-        BASE,
-        *THERE,
-        "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2', 'A=$(B) $$ $C')",
-        "--job.restarts=3",
-        "--job.flags=('--only=$(HOME)',)",
-        "--job.overrides=('data.path=/gcs/pictures/laion/*.tar',)",
-        f"--job.gke.patch={patch}",
-    )
+    more = flags("restarts=3 flags=('--only=$(HOME)',) overrides=('data.path=/gcs/pictures/laion/*.tar',)")
+    env = "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2', 'A=$(B) $$ $C')"
+    ((manifest,), _) = rendered(BASE, *THERE, *more, env, f"--job.gke.patch={patch}")
     _, job, pod, container = parts(manifest)
     env = {row["name"]: row["value"] for row in container["env"]}
     assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == (f"--a=true --b=2 {TPU}", "1")
@@ -220,10 +194,8 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     assert container["args"][0] == "imagen_jax.train"
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert len(pod["nodeSelector"]) == 3
-    assert job["template"]["metadata"]["annotations"] == {
-        "gke-gcsfuse/volumes": "true",
-        "gke-gcsfuse/memory-limit": "4Gi",
-    }
+    annotations = {"gke-gcsfuse/volumes": "true", "gke-gcsfuse/memory-limit": "4Gi"}
+    assert job["template"]["metadata"]["annotations"] == annotations
     assert manifest["metadata"]["labels"] == {"app": "base64-500m", "team": "images"}
     mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
     buckets = {v["name"]: v["csi"]["volumeAttributes"]["bucketName"] for v in pod["volumes"] if "csi" in v}
@@ -256,14 +228,8 @@ def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
         ((*THERE, "--job.name=Base"), "job.name is 'Base': use at most 40 lower-case letters"),
-        (
-            (*THERE, "--job.accelerator=h100:8", "--job.overrides=('mesh.fsdp=3',)"),
-            "mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8",
-        ),
-        (
-            (*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
-            "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices",
-        ),
+        ((*THERE, H100, "--job.overrides=('mesh.fsdp=3',)"), "fsdp=3, tensor=1 does not fit 8 devices: 3 does not"),
+        ((*THERE, H100, "--job.sweep=((), ('mesh.fsdp=4',))"), "fsdp=4, tensor=1 uses 4 of the target's 8 devices"),
         ((*THERE, "--job.accelerator=h100:24"), "batch_size 4096 is not divisible by replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
         ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),

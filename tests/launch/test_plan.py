@@ -12,40 +12,23 @@ from tests.imagen_jax import commands
 TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32")
 
 
+MESH = "mesh['a'=2,'b'=1,'c'=3], device_ids=([3,2]T(1,0)) {'c'}, x={1}"
+SEND = "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, frontend_attributes="
+
+
 @pytest.mark.parametrize(
-    ("line", "kind", "size", "groups"),
+    ("result", "devices", "kind", "size", "groups"),
     [
-        (
-            "%a = f32[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], x",
-            "all-gather",
-            128,
-            [[0, 1, 2, 3], [4, 5, 6, 7]],
-        ),
-        ("%a = bf16[8]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0)", "all-reduce", 16, [[0, 2], [1, 3]]),
-        (
-            "%a = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, t",
-            "all-reduce",
-            20,
-            [[0, 1], [2, 3]],
-        ),
-        (
-            "%a = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, d",
-            "reduce-scatter",
-            16,
-            [[0, 2], [1, 3]],
-        ),
-        (
-            "%a = f32[2]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=1,'c'=3], "
-            "device_ids=([3,2]T(1,0)) {'c'}, x={1}",
-            "all-reduce",
-            8,
-            [[0, 2, 4], [1, 3, 5]],
-        ),
-        ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups=[1,4]<=[4]", "all-gather", 32, [[0, 1, 2, 3]]),
+        ("f32[8,4]{1,0} all-gather(%x)", "[2,4]<=[8], x", "all-gather", 128, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("bf16[8]{0} all-reduce(%x)", "[2,2]<=[2,2]T(1,0)", "all-reduce", 16, [[0, 2], [1, 3]]),
+        ("(f32[2]{0}, f32[3]{0}) all-reduce(%x, %y)", "{{0,1},{2,3}}, t", "all-reduce", 20, [[0, 1], [2, 3]]),
+        ("f32[2]{0} reduce-scatter(%x)", "mesh['a'=2,'b'=2] {'a'}, d", "reduce-scatter", 16, [[0, 2], [1, 3]]),
+        ("f32[2]{0} all-reduce(%x)", MESH, "all-reduce", 8, [[0, 2, 4], [1, 3, 5]]),
+        ("(f32[2], f32[8]) all-gather-start(%x)", "[1,4]<=[4]", "all-gather", 32, [[0, 1, 2, 3]]),
     ],
 )
-def test_collectives_are_read_from_hlo_text(line, kind, size, groups):
-    (collective,) = traffic.of_hlo(line)
+def test_collectives_are_read_from_hlo_text(result, devices, kind, size, groups):
+    (collective,) = traffic.of_hlo(f"%a = {result}, replica_groups={devices}")
     assert (collective.kind, collective.size) == (kind, size)
     np.testing.assert_array_equal(collective.groups, groups)
 
@@ -54,23 +37,17 @@ def test_collectives_are_read_from_hlo_text(line, kind, size, groups):
     ("transfer", "kind", "size"), [("ALL_REDUCE", "all-reduce", 128), ("ALL_GATHER", "all-gather", 256)]
 )
 def test_transfers_between_slices_are_read_from_hlo_text(transfer, kind, size):
-    line = (
-        "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
-        'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
-        f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{transfer}"}}'
-    )
-    (collective,) = traffic.of_hlo(line, 4)
+    attributes = f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{transfer}"'
+    handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+    (collective,) = traffic.of_hlo(f"{SEND}{{{handler},{attributes}}}", 4)
     assert (collective.kind, collective.size) == (kind, size)
     np.testing.assert_array_equal(collective.groups, [[0, 4], [1, 5], [2, 6], [3, 7]])
 
 
 def test_an_all_to_all_between_two_slices_is_read_from_hlo_text():
-    line = (
-        "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
-        "frontend_attributes={_xla_megascale_target={{100000,100001,200000,200001},"
-        '{100002,100003,200002,200003}},_xla_megascale_transfer_type="ALL_TO_ALL"}'
-    )
-    (collective,) = traffic.of_hlo(line, 4)
+    target = "{{100000,100001,200000,200001},{100002,100003,200002,200003}}"
+    attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="ALL_TO_ALL"'
+    (collective,) = traffic.of_hlo(f"{SEND}{{{attributes}}}", 4)
     assert (collective.kind, collective.size) == ("all-to-all", 128)
     np.testing.assert_array_equal(collective.groups, [[0, 1, 4, 5], [2, 3, 6, 7]])
 
@@ -100,15 +77,19 @@ def test_the_slower_of_nvlink_and_network_determines_the_time():
     assert traffic.bytes_by_kind(pair) == {"all-reduce": 8_000_000_000}
 
 
-@pytest.fixture(scope="module")
-def figures():
-    ended = commands.run("launch.plan", *TINY, "--target=h100:16", "--fast", "--json", "--config.batch_size=64")
+def plan(*arguments):
+    """Return what a fast plan prints."""
+    ended = commands.run("launch.plan", *arguments, "--fast")
     assert ended.code == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
+    return ended.out
 
 
-def test_the_numbers_of_a_plan_are_consistent(figures):
-    f = figures
+def numbers(*arguments):
+    return json.loads(plan(*arguments, "--json").splitlines()[-1])
+
+
+def test_the_numbers_of_a_plan_are_consistent():
+    f = numbers(*TINY, "--target=h100:16", "--config.batch_size=64")
     assert f["mesh"] == {"replica": 1, "fsdp": 16, "tensor": 1}
     need = f["bytes_per_device"]
     assert need["ema"] == need["parameters"]
@@ -128,12 +109,9 @@ def test_the_numbers_of_a_plan_are_consistent(figures):
 
 
 def test_the_plan_says_if_the_model_does_not_fit_and_suggests_settings():
-    big = ("--config=configs/quickstart.py", "--config.batch_size=8388608", "--target=v5e:2x2")
-    ended = commands.run("launch.plan", *big, "--fast")
-    assert ended.code == 0, ended.err
-    assert "DOES NOT FIT" in ended.out
-    assert "--config.unet.remat=True: global batches of up to" in ended.out
-    assert "--config.optimizer.micro_batch=" in ended.out
+    text = plan("--config=configs/quickstart.py", "--config.batch_size=8388608", "--target=v5e:2x2")
+    for advice in ("DOES NOT FIT", "unet.remat=True: global batches of up to", "--config.optimizer.micro_batch="):
+        assert advice in text
 
 
 @pytest.mark.parametrize(
@@ -146,10 +124,9 @@ def test_the_plan_says_if_the_model_does_not_fit_and_suggests_settings():
     ],
 )
 def test_a_plan_warns_about_few_samples_per_device(target, batch, warning):
-    ended = commands.run("launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}")
-    assert ended.code == 0, ended.err
-    assert warning in ended.out
-    assert bool(warning) == ("samples per pass" in ended.out or "micro batch has" in ended.out)
+    text = plan(*TINY, f"--target={target}", f"--config.batch_size={batch}")
+    assert warning in text
+    assert bool(warning) == ("samples per pass" in text or "micro batch has" in text)
 
 
 @pytest.mark.slow
@@ -158,31 +135,19 @@ def test_a_plan_for_nemos_gpus_gets_nemos_batch_size_per_gpu():
 
     This machine cannot compile cuDNN's attention, so the plan uses another one.
     """
-    ended = commands.run(
-        "launch.plan",
-        "--config=configs/base64_500m.py",
-        "--target=a100-80gb:32",
-        "--fast",
-        "--json",
-        "--config.unet.attention_impl=cudnn",
-    )
-    assert ended.code == 0, ended.err
-    f = json.loads(ended.out.splitlines()[-1])
+    f = numbers("--config=configs/base64_500m.py", "--target=a100-80gb:32", "--config.unet.attention_impl=cudnn")
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
     assert "so the plan uses blockwise attention" in f["notes"][-1]
     # The state of 8.4 GB would fit on each device, but each would have to update all of it.
-    assert f["advice"][-1].startswith(
-        "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"
-    )
-    assert "; plain data parallelism " in f["advice"][-1]
+    advice = f["advice"][-1]
+    assert advice.startswith("--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128")
+    assert "; plain data parallelism " in advice
 
 
 @pytest.mark.slow
 def test_the_advice_explains_why_plain_data_parallelism_does_not_fit():
     """The state of base64_2b takes 35 GB."""
-    ended = commands.run("launch.plan", "--config=configs/base64_2b.py", "--target=a100:8", "--fast", "--json")
-    assert ended.code == 0, ended.err
-    f = json.loads(ended.out.splitlines()[-1])
+    f = numbers("--config=configs/base64_2b.py", "--target=a100:8")
     advice = f["advice"][-1]
     assert not f["fits"] and "--config.mesh.fsdp=8 --config.optimizer.micro_batch=" in advice
     assert "plain data parallelism does not fit: the state alone is 32.4 GiB" in advice

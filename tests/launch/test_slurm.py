@@ -1,6 +1,7 @@
 """Scripts for sbatch, run by bash with stand-ins for Slurm's commands."""
 
 import os
+import re
 import subprocess
 import time
 
@@ -9,7 +10,9 @@ import pytest
 from diffusion_jax import exits
 from launch import accelerators, slurm
 from launch.job import Job, JobRun
-from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
+from tests.launch.launching import BASE, SCALING, SWEEP, flags, printed, refused
+
+X = flags("workdir=/x accelerator=h100:8")
 
 # Each stand-in records its arguments. srun runs the command until scancel signals it.
 STAND_INS = {
@@ -21,17 +24,9 @@ STAND_INS = {
 
 @pytest.fixture(scope="module")
 def rendered():
-    return printed(
-        "slurm",
-        SWEEP,
-        "--job.workdir=/shared/runs",
-        "--job.accelerator=h100:16",
-        "--job.image=registry#name:tag",
-        "--job.overrides=(\"prompts=('a b',)\",)",
-        "--job.slurm.partition=gpu",
-        "--job.slurm.setup=export READY=1",
-        "--job.secrets=('HF_TOKEN',)",
-    )
+    fields = flags("workdir=/shared/runs accelerator=h100:16 image=registry#name:tag slurm.partition=gpu")
+    words = ("--job.overrides=(\"prompts=('a b',)\",)", "--job.slurm.setup=export READY=1")
+    return printed("slurm", SWEEP, *fields, *words, "--job.secrets=('HF_TOKEN',)")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +35,7 @@ def script(rendered):
 
 
 def test_the_script_starts_one_process_per_node_with_all_gpus(script):
-    options = dict(
-        line.removeprefix("#SBATCH --").split("=", 1)
-        for line in script.splitlines()
-        if line.startswith("#SBATCH --") and "=" in line
-    )
+    options = dict(re.findall("^#SBATCH --(.*?)=(.*)$", script, re.MULTILINE))
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "8")
     assert (options["partition"], options["signal"]) == ("gpu", "B:USR1@300")
     assert "account" not in options and "#SBATCH --requeue\n" in script
@@ -58,14 +49,8 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
         path = folder / name
         path.write_text(f"#!/bin/bash\n{content}\n")
         path.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "WORK": work,
-        "CODE": str(code),
-        **environment,
-    }
+    stood_in = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "WORK": work, "CODE": str(code)}
+    environment = {**os.environ, **stood_in, **environment}
     process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment)
     if signal:
         deadline, pid = time.monotonic() + 120, folder / "pid"
@@ -79,16 +64,10 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
 
 def test_srun_receives_the_complete_command(script, tmp_path):
     code, calls = run(script, tmp_path, HF_TOKEN="x")
-    shared = tmp_path / "shared"
-    assert (code, calls) == (
-        0,
-        [
-            "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
-            f"--container-mounts {shared}/runs/1:{shared}/runs/1 "
-            "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
-            f"--config.seed=1 --workdir={shared}/runs/1"
-        ],
-    )
+    workdir = tmp_path / "shared/runs/1"
+    container = f"--container-image registry#name:tag --container-mounts {workdir}:{workdir}"
+    train = "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) --config.seed=1"
+    assert (code, calls) == (0, [f"srun --kill-on-bad-exit=0 --wait=60 {container} {train} --workdir={workdir}"])
 
 
 def test_at_the_time_limit_the_run_is_signalled_to_save_and_requeued(script, tmp_path):
@@ -108,7 +87,7 @@ def test_a_run_with_bad_input_is_not_requeued(script, tmp_path):
 
 
 def test_a_crashed_run_is_requeued_up_to_job_restarts_times(tmp_path):
-    text, _ = printed("slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8", "--job.restarts=2")
+    text, _ = printed("slurm", BASE, f"--job.workdir={tmp_path}/a run", *flags("accelerator=h100:8 restarts=2"))
     for times, ended in enumerate([1, 134, exits.BUSY], start=1):
         code, calls = run(text, tmp_path, code=ended)
         assert code == ended
@@ -124,11 +103,9 @@ def test_three_preemptions_without_a_new_checkpoint_end_a_run(tmp_path):
     run_of = JobRun("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
     text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
     ends, calls = [], []
-    for code in [143, 143, 1, 143, 143]:
-        ended, calls = run(text, tmp_path, code=code)
-        ends.append((ended, calls.count("scontrol requeue 7")))
-    (tmp_path / "a run" / "checkpoints" / "50").mkdir(parents=True)
-    for code in [143, 143, 143, 143]:
+    for start, code in enumerate([143, 143, 1, 143, 143, 143, 143, 143, 143]):
+        if start == 5:
+            (tmp_path / "a run" / "checkpoints" / "50").mkdir(parents=True)
         ended, calls = run(text, tmp_path, code=code)
         ends.append((ended, calls.count("scontrol requeue 7")))
     assert ends == [(143, 1), (143, 2), (1, 3), (143, 4), (143, 5), (143, 6), (143, 7), (1, 7), (1, 7)]
@@ -190,31 +167,16 @@ def test_a_mounted_folder_with_a_colon_in_its_name_is_an_error():
 def test_containers_mount_every_path_of_config_and_flags(tmp_path):
     weights = tmp_path / "inception.safetensors"
     weights.touch()
-    text, _ = printed(
-        "slurm",
-        BASE,
-        "--job.workdir=/shared/runs/x",
-        "--job.accelerator=h100:8",
-        "--job.image=registry#name:tag",
-        "--job.mounts=('/home/me/cache',)",
-        "--job.overrides=('data.path=/data/laion/{000..100}.tar', "
-        f"'evaluation.inception={weights}', 'evaluation.reference=/data/coco.npz')",
-    )
+    data = "'data.path=/data/laion/{000..100}.tar','evaluation.reference=/data/coco.npz'"
+    image = flags(f"image=registry#name:tag mounts=('/home/me',) overrides=({data},'evaluation.inception={weights}')")
+    text, _ = printed("slurm", BASE, *X, *image)
     mounts = text.split("--container-mounts ")[1].split()[0].split(",")
-    assert mounts == [
-        f"{folder}:{folder}" for folder in ("/shared/runs/x", *sorted(["/data", "/home/me/cache", str(tmp_path)]))
-    ]
+    assert mounts == [f"{folder}:{folder}" for folder in ("/x", *sorted(["/data", "/home/me", str(tmp_path)]))]
 
 
 def test_env_and_slurm_options_are_in_the_script():
-    text, notes = printed(
-        "slurm",
-        BASE,
-        "--job.workdir=/x",
-        "--job.accelerator=h100:8",
-        "--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')",
-        "--job.slurm.options=('--reservation=ours',)",
-    )
+    more = ("--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')", "--job.slurm.options=('--reservation=ours',)")
+    text, notes = printed("slurm", BASE, *X, *more)
     header, body = text.split("\n\n", 1)
     assert "#SBATCH --reservation=ours" in header
     assert notes.splitlines()[-1] == "job.slurm.time=24:00:00 means 24 h 0 min 0 s"
@@ -236,50 +198,31 @@ def test_a_sweep_gives_one_script_per_run(rendered):
 
 def test_slurm_can_run_benchmarks():
     text, _ = printed("slurm", SCALING, "--job.workdir=/x", "--job.flags=('--nodes=1,8',)")
-    assert (
-        "python -m benchmarks.scaling --config=configs/base64_500m.py "
-        "--config.unet.attention_impl=cudnn --config.batch_size=4096 --nodes=1,8 --workdir=/x"
-    ) in text
+    assert "python -m benchmarks.scaling --config=configs/base64_500m.py --config.unet.attention_impl=cudnn " in text
+    assert " --config.batch_size=4096 --nodes=1,8 --workdir=/x" in text
 
 
 def test_with_a_workdir_in_a_bucket_crashes_are_counted_beside_the_log():
-    where = ("--job.workdir=s3://b/x", "--job.accelerator=h100:8", "--job.image=IMAGE")
-    text, _ = printed("slurm", BASE, *where)
+    text, _ = printed("slurm", BASE, *flags("workdir=s3://b/x accelerator=h100:8 image=IMAGE"))
     assert "--workdir=s3://b/x" in text and "container-mounts" not in text
     assert 'crashes=base64-500m-crashes-"$SLURM_JOB_ID"' in text
 
 
 def test_a_config_can_have_an_argument():
-    text, _ = printed(
-        "slurm",
-        BASE,
-        "--job.command=sd_jax.mlperf",
-        "--job.config=configs/sd2_mlperf.py:2048",
-        "--job.workdir=/x",
-        "--job.accelerator=h100:8",
-        "--job.flags=('--mode=train',)",
-    )
+    mlperf = flags("command=sd_jax.mlperf config=configs/sd2_mlperf.py:2048 flags=('--mode=train',)")
+    text, _ = printed("slurm", BASE, *X, *mlperf)
     assert "sd_jax.mlperf --config=configs/sd2_mlperf.py:2048 --mode=train --workdir=/x" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "choose GPUs for Slurm, such as"),
-        (
-            ("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.partition=a\nb"),
-            "job.slurm.partition holds 'a\\nb': remove line breaks",
-        ),
-        (
-            ("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
-            "job.env holds 'A B=1': write NAME=VALUE",
-        ),
-        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes can"),
-        (
-            ("--job.workdir=gs://b/x", "--job.accelerator=h100:8", "--job.command=benchmarks.scaling", "--job.config="),
-            "of a folder that all nodes",
-        ),
+        (("--job.accelerator=v5p:2x2x2",), "choose GPUs for Slurm, such as"),
+        (("--job.slurm.partition=a\nb",), "job.slurm.partition holds 'a\\nb': remove line breaks"),
+        (("--job.env=('A B=1',)",), "job.env holds 'A B=1': write NAME=VALUE"),
+        (("--job.workdir=runs/x",), "of a folder that all nodes can"),
+        (flags("workdir=gs://b/x command=benchmarks.scaling config="), "of a folder that all nodes"),
     ],
 )
 def test_invalid_slurm_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
-    assert message in refused("slurm", BASE, *arguments)
+    assert message in refused("slurm", BASE, *X, *arguments)

@@ -21,7 +21,7 @@ from tests.diffusion_jax.files import test_folder_lock
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 from tests.launch import slurm_cluster, train_slowly
-from tests.launch.launching import BASE, printed
+from tests.launch.launching import BASE, flags, printed
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -41,17 +41,9 @@ def submit(cluster, tmp_path):
 
     def run(*arguments, command="tests.launch.slurm_worker", config="", name="run"):
         folder = tmp_path / name
-        setup = f"export PATH={pathlib.Path(sys.executable).parent}:$PATH; cd {ROOT}"
-        text, _ = printed(
-            "slurm",
-            BASE,
-            f"--job.command={command}",
-            f"--job.config={config}",
-            f"--job.workdir={folder}",
-            f"--job.slurm.setup={setup}",
-            "--job.slurm.time=",
-            *arguments,
-        )
+        setup = f"--job.slurm.setup=export PATH={pathlib.Path(sys.executable).parent}:$PATH; cd {ROOT}"
+        fields = flags(f"command={command} config={config} workdir={folder} slurm.time=")
+        text, _ = printed("slurm", BASE, *fields, setup, *arguments)
         submitted.append(cluster.submit(text))
         return submitted[-1], folder
 
@@ -71,12 +63,8 @@ def wait_for(path, lines=1, seconds=300):
 
 @pytest.mark.parametrize("partition", ["graceful", "abrupt"])
 def test_a_preempted_run_is_requeued_and_continues(cluster, submit, partition):
-    number, folder = submit(
-        "--job.accelerator=h100:16",
-        f"--job.slurm.partition={partition}",
-        "--job.env=('TOLD=a \"word\" $HOME',)",
-        "--job.restarts=0",
-    )
+    job = flags(f"accelerator=h100:16 slurm.partition={partition} restarts=0")
+    number, folder = submit(*job, "--job.env=('TOLD=a \"word\" $HOME',)")
     wait_for(folder / "starts", 2)
     cluster.submit(URGENT)
     cluster.wait(number, "RUNNING", restarts=1)
@@ -97,15 +85,8 @@ def train(submit):
         changes = (f"{field}={value}" for field, value in changes.items())
         overrides = (*(o.removeprefix("--config.") for o in TINY[1:]), *changes)
         env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}", f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")
-        return submit(
-            "--job.accelerator=h100:8",
-            f"--job.overrides={overrides}",
-            f"--job.env={env}",
-            *more,
-            command="tests.launch.train_slowly",
-            config="configs/quickstart.py",
-            name=name,
-        )
+        job = ("--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}", *more)
+        return submit(*job, command="tests.launch.train_slowly", config="configs/quickstart.py", name=name)
 
     return run
 
@@ -161,9 +142,7 @@ def parameters(workdir):
 
 
 def test_a_run_at_its_time_limit_is_requeued(cluster, submit):
-    number, folder = submit(
-        "--job.accelerator=h100:1", "--job.slurm.time=1", "--job.slurm.grace=30", "--job.restarts=0"
-    )
+    number, folder = submit(*flags("accelerator=h100:1 slurm.time=1 slurm.grace=30 restarts=0"))
     wait_for(folder / "starts", 2)
     (folder / "done").touch()
     # Slurm's signal can be a minute early, so with a limit of one minute it may come immediately.
