@@ -40,7 +40,6 @@ from tests.diffusion_jax.text import tiny_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
-ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
 LAST = (("ema", None),)
@@ -111,12 +110,14 @@ def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,), weights=LA
     return Subject(workdir, "folder", toy.SIZE, 64, points, name)
 
 
-def rows_of(out):
+def table_of(out):
     with (out / sweep.TABLE).open() as file:
-        return [
-            {k: float(v) for k, v in row.items() if k not in ("ema", "features_share_of_time")}
-            for row in csv.DictReader(file)
-        ]
+        return list(csv.DictReader(file))
+
+
+def rows_of(out):
+    text = ("ema", "features_share_of_time")
+    return [{k: float(v) for k, v in row.items() if k not in text} for row in table_of(out)]
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +149,12 @@ def test_a_sweeps_score_matches_one_computed_from_its_pictures(one, inputs, tmp_
     """Draw the pictures again in one batch, and extract features like the metrics command."""
     point = make_subject(tmp_path).points[0]()
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
+    assert one[1][1]["fd_toy"] == pytest.approx(distance_of(images), rel=CLOSE)
+
+
+def distance_of(images):
     taken = extractors.extract(toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh())
-    reference = fid.reference(features.gaussian(real_features()))
-    expected = fid.distance(taken.stream.features(), reference)
-    assert one[1][1]["fd_toy"] == pytest.approx(expected, rel=CLOSE)
+    return fid.distance(taken.stream.features(), fid.reference(features.gaussian(real_features())))
 
 
 @pytest.mark.parametrize(("devices", "batch"), [(1, 64), (8, 7)])
@@ -161,10 +164,8 @@ def test_scores_do_not_depend_on_devices_or_batch_size(one, inputs, tmp_path, de
         subject, scorer = make_subject(tmp_path), make_scorer(inputs)
         out = evaluation.evaluate([subject], scorer, Sweep(SCALES, batch_size=batch))
     check_same(rows_of(out), one[1])
-    models = {
-        one.card["model"] for folder in (out, one[0]) for one in sweep.read_scored(folder / sweep.SCORED).values()
-    }
-    assert len(models) == 1  # The hash of the weights does not depend on their sharding.
+    scored = [*sweep.read_scored(out / sweep.SCORED).values(), *sweep.read_scored(one[0] / sweep.SCORED).values()]
+    assert len({card["model"] for _, card in scored}) == 1  # The hash of the weights ignores their sharding.
 
 
 def test_two_processes_compute_the_same_scores_as_one(one, inputs, tmp_path):
@@ -202,25 +203,10 @@ def test_each_score_has_a_card_with_its_settings(one):
     assert list(scored) == names
     scores, card = scored["step_00000003_ema_guidance_4_inception"]
     assert scores["fd_toy"] == one[1][1]["fd_toy"]
-    assert (
-        card.items()
-        >= {
-            "extractor": "toy",
-            "weights": "abc",
-            "preprocessing": "means",
-            "image_size": "8x8",
-            "n": 67,
-            "reference": "real.npz, n 200",
-            "seed": 0,
-            "sampler": "ddim",
-            "steps": "4",
-            "guidance": 4.0,
-            "checkpoint": 3,
-            "ema": "ema",
-            "precision": "float32",
-            "official": False,
-        }.items()
-    )
+    of_images = {"extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "8x8", "n": 67}
+    of_model = {"checkpoint": 3, "ema": "ema", "precision": "float32", "reference": "real.npz, n 200"}
+    of_sampler = {"seed": 0, "sampler": "ddim", "steps": "4", "guidance": 4.0, "official": False}
+    assert card.items() >= (of_images | of_model | of_sampler).items()
     assert re.fullmatch("[0-9a-f]{16}", card["prompts"]) and card["versions"]["jax"]
     _, card = scored["step_00000003_ema_guidance_1_clip"]
     assert (card["extractor"], card["preprocessing"]) == ("clip_clip", "open_clip")
@@ -231,8 +217,7 @@ def test_a_sweep_over_checkpoints_and_averages_writes_one_table(inputs, tmp_path
     subject = make_subject(tmp_path, steps=(3, 5), weights=weights)
     settings = Sweep((2.0,), batch_size=67, name="all")
     out = evaluation.evaluate([subject], make_scorer(inputs), settings)
-    with (out / sweep.TABLE).open() as file:
-        rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
+    rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in table_of(out)]
     assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
     assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy's average equals its raw weights.
     assert len(curve.figure(sweep.read(out)).lines) == 4
@@ -250,8 +235,7 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
     scorer = make_scorer(inputs)
     out = evaluation.evaluate(both, scorer, Sweep((1.0, 4.0), size=8, batch_size=67))
     assert out == tmp_path / "evaluation" / "small_large"
-    with (out / sweep.TABLE).open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(out)
     assert [row["model"] for row in rows] == ["small", "small", "large", "large"]
     scored = sweep.read_scored(out / sweep.SCORED)
     name = "large_step_00000003_ema_guidance_4_inception"
@@ -259,10 +243,7 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
     assert scored[name.replace("large", "small")].card["resized"] is None
     images = sheets.to_uint8(large.points[0]().draw(PROMPTS, list(range(67)), 4.0))
     small = [Image.fromarray(i).resize((8, 8), Image.Resampling.BICUBIC) for i in images]
-    taken = extractors.extract(toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh())
-    reference = fid.reference(features.gaussian(real_features()))
-    expected = fid.distance(taken.stream.features(), reference)
-    assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
+    assert float(rows[3]["fd_toy"]) == pytest.approx(distance_of(np.stack(small)), rel=CLOSE)
     lines = curve.figure(sweep.read(out)).lines
     assert [line.name for line in lines] == ["small", "large"]
     assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
@@ -317,10 +298,8 @@ def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch, 
     drawn = [[text.split()[0] for text in point.draw([], [], 1.0)] for point in points]
     assert drawn == [["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]]
     assert read == [("sr", "0.9", 7), ("base", "raw", 5)]  # Each is read once.
-    assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
-        (9, "ema", "7 0.9, 9 ema"),
-        (5, "raw", "9 ema, 9 ema"),
-    ]
+    shown = [(p.checkpoint, p.ema, p.later) for p in points[1:3]]
+    assert shown == [(9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")]
     names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later}) for p in points}
     assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
 
@@ -355,10 +334,7 @@ def test_images_that_are_not_finite_end_the_sweep_with_an_error(inputs, tmp_path
     subject = make_subject(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES, save_images=True))
-    message = (
-        "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for "
-        "prompt number 40 (from 0): the model or its sampler diverges, so no score is written"
-    )
+    message = "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for prompt number 40 (fr"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
     saved = {path.name for path in tmp_path.rglob("image*.png")}
@@ -370,9 +346,8 @@ def test_features_that_are_not_finite_end_the_sweep_with_an_error(inputs, tmp_pa
     scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
-    assert capsys.readouterr().err == (
-        "error: the clip features are not finite: the weights of the network that computes them are damaged\n"
-    )
+    message = "error: the clip features are not finite: the weights of the network that computes them are damaged\n"
+    assert capsys.readouterr().err == message
 
 
 def test_two_simultaneous_evaluations_into_one_folder_are_an_error(inputs, tmp_path, capsys):

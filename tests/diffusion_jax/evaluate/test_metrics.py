@@ -1,7 +1,5 @@
 """The table of metrics in sweeps: adding a metric, and what a reference allows."""
 
-import csv
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,13 +11,17 @@ from diffusion_jax.metrics import bootstrap, cards, clip_towers, extractors, fea
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
-from tests.diffusion_jax.evaluate.test_evaluate_command import make_scorer, make_subject, real_features
+from tests.diffusion_jax.evaluate.test_evaluate_command import (
+    SCALES,
+    make_scorer,
+    make_subject,
+    real_features,
+    table_of,
+)
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 
 __all__ = ["run"]  # A fixture.
-SCALES = (1.0, 4.0)
-LAST = (("ema", None),)
 PROMPTS = [f"a {letter}" for letter in "bcdefghijklmnopqrstuvw"]
 
 
@@ -38,11 +40,6 @@ def inputs(tmp_path_factory):
     stats = stats_files.Stats(features.gaussian(rows), rows, card)
     stats_files.write(folder / "clip.npz", stats)
     return str(folder / "real.npz"), str(clip), str(folder / "clip.npz")
-
-
-def table_of(out):
-    with (out / sweep.TABLE).open() as file:
-        return list(csv.DictReader(file))
 
 
 def lightness(rows):
@@ -145,13 +142,10 @@ def test_kid_requires_a_reference_with_features(inputs, tmp_path):
     stats_files.write(path, stats._replace(features=None))
     scorer = make_scorer((path, inputs[1]), PROMPTS)
     features = {"inception": real_features(), "clip": np.full((200, 1), 0.5)}
-    assert scorers.columns(scorer.score(features)).keys() == {
-        f"{name}{end}" for name in ("fd_toy", "clip_score") for end in ("", "_low", "_high")
-    }
+    names = {f"{name}{end}" for name in ("fd_toy", "clip_score") for end in ("", "_low", "_high")}
+    assert scorers.columns(scorer.score(features)).keys() == names
     with pytest.raises(ValueError, match=r"kid needs features that the reference .* stats --k"):
         make_scorer((path, inputs[1]), PROMPTS, metrics=("kid",))
-    message = r"but clip_reference \(.*moments.npz\) holds only statistics: .* --clip_mode=squash"
-    with pytest.raises(ValueError, match=message):
-        clip_stats = stats_files.read(inputs[2])
-        stats_files.write(path, clip_stats._replace(features=None))
+    stats_files.write(path, stats_files.read(inputs[2])._replace(features=None))
+    with pytest.raises(ValueError, match=r"but clip_reference \(.*moments.npz\) holds only statistics: .* --clip_mode"):
         make_scorer(inputs, PROMPTS, clip_reference=path)
