@@ -38,12 +38,9 @@ class Quick(draw_model.Model):
 
     def __init__(self, *workdirs):
         s = types.SimpleNamespace(sampler=Sampler(), super_resolution=types.SimpleNamespace(aug_sigma=0.1))
-        encoder = types.SimpleNamespace(name="hashed")
-        stages = [
-            types.SimpleNamespace(workdir=str(workdir), step=0, settings=s, encoder=encoder) for workdir in workdirs
-        ]
-        self.stages, self.options = tuple(stages), cascade.OPTIONS
-        self.values = ({},) * len(stages)
+        stage = {"step": 0, "settings": s, "encoder": types.SimpleNamespace(name="hashed")}
+        self.stages = tuple(types.SimpleNamespace(workdir=str(workdir), **stage) for workdir in workdirs)
+        self.options, self.values = cascade.OPTIONS, ({},) * len(workdirs)
         self.vocabulary = vocabulary.of([*PROMPTS, "a panda, noto style"])
         self.drawn = []
 
@@ -83,6 +80,21 @@ def serving(site):
     thread.join(60)
 
 
+@contextlib.contextmanager
+def opened_page(browser, models, **options):
+    """Serve models and yield their page."""
+    workdirs = {name: [stage.workdir for stage in model.stages] for name, model in models.items()}
+    site = server.Site("imagen_jax", models, workdirs)
+    with serving(site) as address, pages.opened(browser, address, **options) as page:
+        yield page
+
+
+def picture():
+    """Return a red picture as a file to upload."""
+    Image.new("RGB", (60, 40), (200, 30, 30)).save(photo := io.BytesIO(), "png")
+    return {"name": "a.png", "mimeType": "image/png", "buffer": photo.getvalue()}
+
+
 def write_run(folder, **changes):
     folder.mkdir()
     config = quickstart.get_config().to_dict() | {"prompts": PROMPTS} | changes
@@ -99,9 +111,14 @@ def quick(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, quick):
-    site = server.Site("imagen_jax", {"run": quick}, {"run": [quick.stages[0].workdir]})
-    with serving(site) as address, pages.opened(browser, address) as opened:
+    with opened_page(browser, {"run": quick}) as opened:
         yield opened
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A cascade of two runs."""
+    return Quick(write_run(tmp_path / "base"), write_run(tmp_path / "sr"))
 
 
 @pytest.mark.gate
@@ -144,10 +161,8 @@ def test_a_slider_sets_its_number_and_samplers_have_descriptions(page):
 
 @pytest.mark.gate
 def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
-    photo = io.BytesIO()
-    Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")
     page.click("#edit summary")
-    page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png", "buffer": photo.getvalue()})
+    page.set_input_files("#picture", picture())
     canvas = page.locator("#canvas")
     expect(canvas).to_be_visible()
     # A square cut from the middle.
@@ -202,8 +217,7 @@ def test_after_a_refusal_the_page_shows_the_reason_and_no_empty_frames(page):
 
 @pytest.mark.gate
 def test_on_a_phone_the_first_pictures_are_in_view_while_they_are_drawn(browser, quick):
-    site = server.Site("imagen_jax", {"run": quick}, {"run": [quick.stages[0].workdir]})
-    with serving(site) as address, pages.opened(browser, address, width=390, height=844) as page:
+    with opened_page(browser, {"run": quick}, width=390, height=844) as page:
         expect(page.locator(".keys")).to_be_hidden()  # A phone has no Ctrl.
         pages.draw(page, PROMPTS[0], count=4)
         pages.drawn(page)
@@ -253,11 +267,8 @@ def test_earlier_pictures_are_listed_after_reloading_and_can_be_sampled_again(pa
 
 
 @pytest.mark.gate
-def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
-    folders = [write_run(tmp_path / name) for name in ("base", "sr")]
-    both = Quick(*folders)
-    site = server.Site("imagen_jax", {"base + sr": both}, {"base + sr": list(map(str, folders))})
-    with serving(site) as address, pages.opened(browser, address) as page:
+def test_each_stage_of_a_cascade_has_its_own_guidance(browser, both):
+    with opened_page(browser, {"base + sr": both}) as page:
         page.get_by_label("guidance of base", exact=True).fill("4")
         page.get_by_label("steps of sr slider").fill("9")
         expect(page.locator("#words")).to_have_text("quick. Changed: steps 30, 9, guidance 4, 7.5")
@@ -271,19 +282,14 @@ def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
 
 
 @pytest.mark.gate
-def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
-    folders = [write_run(tmp_path / name) for name in ("base", "sr")]
-    both = Quick(*folders)
-    photo = io.BytesIO()
-    Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")
-    site = server.Site("imagen_jax", {"base + sr": both}, {"base + sr": list(map(str, folders))})
-    with serving(site) as address, pages.opened(browser, address) as page:
+def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, both, tmp_path):
+    with opened_page(browser, {"base + sr": both}) as page:
         page.get_by_label("guidance of sr", exact=True).fill("4")
         page.click("#edit summary")
         expect(page.locator("#strength")).to_be_visible()
         page.select_option("#use", "enlarge")
         expect(page.locator("#strength")).to_be_hidden()
-        page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png", "buffer": photo.getvalue()})
+        page.set_input_files("#picture", picture())
         expect(page.locator("#editing")).to_contain_text("shrunk to 16x16 pixels")
         pages.draw(page, PROMPTS[0], count=1)
         (png,) = pages.drawn(page)
@@ -292,7 +298,7 @@ def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
         assert values["low_res"].size == (16, 16) and "strength" not in values
         page.locator(".picture").click()
         command = page.locator("dialog pre").inner_text()
-        assert f"--workdir={folders[1]}" in command and str(folders[0]) not in command
+        assert f"--workdir={tmp_path}/sr" in command and f"{tmp_path}/base" not in command
         assert "--guidance=4.0 --low_res=image.png" in command
         # The picture of the second stage is shown.
         expect(page.locator("dialog img")).to_have_count(1)
@@ -305,14 +311,9 @@ def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
 @pytest.mark.gate
 def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
     long = tuple(f"a prompt of the number {n}" for n in range(9))
-    folders = {
-        "one": write_run(tmp_path / "one", steps=7, prompts=long),
-        "two": write_run(tmp_path / "two", steps=8),
-        "three": write_run(tmp_path / "three", steps=7),
-    }
-    models = {name: Quick(folder) for name, folder in folders.items()}
-    workdirs = {name: [str(folder)] for name, folder in folders.items()}
-    with serving(server.Site("imagen_jax", models, workdirs)) as address, pages.opened(browser, address) as page:
+    changes = {"one": {"steps": 7, "prompts": long}, "two": {"steps": 8}, "three": {"steps": 7}}
+    models = {name: Quick(write_run(tmp_path / name, **changed)) for name, changed in changes.items()}
+    with opened_page(browser, models) as page:
         page.click("#tab-training")
         rows = page.locator("#differing tbody th")
         expect(rows).to_have_text(["prompts", "steps"])
@@ -330,8 +331,7 @@ def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
 def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(browser, quick, tmp_path):
     new = write_run(tmp_path / "new", save_every=500)
     site = server.Site("imagen_jax", {}, {"new": [str(new)]}, lambda name: quick)
-    with serving(site) as address:
-        context = browser.new_context()
+    with serving(site) as address, browser.new_context() as context:
         page = context.new_page()
         page.goto(address)
         expect(page.locator("#runs")).to_contain_text("new")
@@ -342,4 +342,3 @@ def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(br
         (new / runs.CHECKPOINTS / "500" / "commit_success.txt").touch()
         expect(page.locator("#draw")).to_be_enabled(timeout=pages.PATIENCE)
         expect(page.locator("#waiting")).to_be_empty()
-        context.close()
