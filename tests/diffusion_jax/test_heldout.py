@@ -98,17 +98,10 @@ def test_a_held_out_loss_without_held_out_records_is_an_error():
 @pytest.mark.slow
 def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
     work = f"--workdir={tmp_path / 'run'}"
-    ended = commands.run(
-        "train",
-        "--config=configs/quickstart.py",
-        work,
-        *commands.config_flags(
-            "steps=4 heldout.every=4 data.heldout=0.01 heldout.records=16 heldout.levels=4 sample_every=0 "
-            "batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 optimizer.warmup=0"
-        ),
-        devices=1,
-        before=commands.skip_rehearsal,
-    )
+    fields = "steps=4 heldout.every=4 data.heldout=0.01 heldout.records=16 heldout.levels=4 sample_every=0 "
+    fields += "batch_size=8 unet.embed_dim=32 unet.image_size=8 unet.cond_dim=32 optimizer.warmup=0"
+    flags = ("--config=configs/quickstart.py", work, *commands.config_flags(fields))
+    ended = commands.run("train", *flags, devices=1, before=commands.skip_rehearsal)
     assert ended.code == 0, ended.err
     written = run_log.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     ended = commands.run("diffusion_jax.heldout", work, devices=4)
@@ -121,13 +114,10 @@ def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
         then = [written[f"heldout/{line['weights']}/{name}"] for name in names]
         np.testing.assert_allclose([line[name] for name in names], then, rtol=3e-6)
     some = work, "--ema=raw", "--levels=0.5,2", "--records=8"
-    (whole,), (same,), (other,) = (
-        map(json.loads, commands.run("diffusion_jax.heldout", *some, data, devices=1).out.splitlines())
-        for data in (
-            "--share=1",
-            "--data=diffusion_jax.examples.digits:",
-            f"--data=folder:{digits.write_examples(tmp_path / 'others', 8, size=8)}",
-        )
+    others = digits.write_examples(tmp_path / "others", 8, size=8)
+    whole, same, other = (
+        json.loads(commands.run("diffusion_jax.heldout", *some, data, devices=1).out)
+        for data in ("--share=1", "--data=diffusion_jax.examples.digits:", f"--data=folder:{others}")
     )
     assert whole == same != other
     assert {"loss/sigma_0.5", "loss/sigma_2"} < whole.keys() and len(whole) == 2 + 2 * 3

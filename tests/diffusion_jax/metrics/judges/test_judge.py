@@ -151,11 +151,8 @@ def test_a_judge_shows_its_real_picture_of_each_prompt_if_it_has_one(untrained, 
     pairs = (untrained.reference, untrained.test)
     images, captions = judge.real_pictures(untrained, 16)(["never shown", own, "nor this"])
     assert captions[1] == own and len({*captions}) == 3
-    among = {
-        caption: judge.seen_at(image[None], 16)[0]
-        for one in pairs
-        for caption, image in zip(one.captions, one.images, strict=True)
-    }
+    among = {caption: image for one in pairs for caption, image in zip(one.captions, one.images, strict=True)}
+    among = {caption: judge.seen_at(image[None], 16)[0] for caption, image in among.items()}
     for image, caption in zip(images, captions, strict=True):
         assert (image == among[caption]).all()
     judge.save(untrained, tmp_path)
@@ -216,16 +213,10 @@ def test_a_damaged_picture_of_the_other_style_is_left_out_with_its_caption(untra
 @pytest.mark.slow
 def test_a_trained_judge_scores_damaged_pictures_and_shuffled_captions_lower(tmp_path, capsys):
     """The real command on the digits: real pictures first, damaged ones far below."""
-    arguments = (
-        "train_judge",
-        "--data=diffusion_jax.examples.digits",
-        "--size=32",
-        "--seen=12800",
-        f"--out={tmp_path}",
-    )
+    arguments = ("--data=diffusion_jax.examples.digits", "--size=32", "--seen=12800", f"--out={tmp_path}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["metrics", *arguments])
-        command.flags.FLAGS(["metrics", *arguments[1:]])
+        patch.setattr("sys.argv", ["metrics", "train_judge", *arguments])
+        command.flags.FLAGS(["metrics", *arguments])
         command.main(["metrics", "train_judge"])
     assert "captions shuffled" in capsys.readouterr().out
     scores = judge.load(tmp_path).card["scores"]
