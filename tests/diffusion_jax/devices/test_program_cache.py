@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -69,31 +70,18 @@ def test_processes_that_fill_an_empty_cache_at_once_store_only_complete_programs
     assert not warned and "damaged" not in said
 
 
-class Memory:
-    """JAX's cache of programs, in memory."""
-
-    eviction_enabled = True
-
-    def __init__(self):
-        self.entries = {}
-
-    def get(self, key):
-        return self.entries.get(key)
-
-    def put(self, key, value):
-        self.entries.setdefault(key, value)
-
-
 def test_a_cached_program_starts_with_the_digest_of_its_key_and_content(tmp_path):
-    memory = Memory()
+    """A dictionary stands in for JAX's cache of programs."""
+    entries = {}
+    memory = types.SimpleNamespace(eviction_enabled=True, get=entries.get, put=entries.setdefault)
     cache = program_cache.Checked(memory, str(tmp_path))
     cache.put("four", b"program")
     assert cache.get("four") == b"program" and cache.get("five") is None
-    (entry,) = memory.entries.values()
+    (entry,) = entries.values()
     for damaged in (entry[:-1], b"", entry[:32], b"\0" + entry[1:]):
-        memory.entries["four-sha256"] = damaged
+        entries["four-sha256"] = damaged
         assert cache.get("four") is None
-    memory.entries["five-sha256"] = entry
+    entries["five-sha256"] = entry
     assert cache.get("five") is None
 
 

@@ -110,18 +110,15 @@ def test_missing_or_invalid_flags_of_the_search_for_copies_are_errors(tmp_path):
     data = f"folder:{tmp_path}"
     scorer = scorer_of(kept=False)
     assert copies.open_training("", "", scorer, 4) is None
-    with pytest.raises(ValueError, match=r"--unseen=folder:/y is used by --copies only"):
-        copies.open_training("", "folder:/y", scorer, 4)
-    with pytest.raises(ValueError, match=r"--copies=folder:/x also needs real pictures"):
-        copies.open_training("folder:/x", "", scorer, 4)
-    with pytest.raises(ValueError, match=r"--copies=folder:/x needs features of pictures"):
-        copies.open_training("folder:/x", data, scorers.Scorer(PROMPTS, {}), 4)
-    with pytest.raises(ValueError, match=r"--unseen=foldr:/x: data source"):
-        copies.open_training(data, "foldr:/x", scorer, 4)
     opened = copies.open_training(data, data, scorer, 4)
     np.testing.assert_array_equal(opened.unseen["pixels"].distances, [0])
-    scorer = scorer_of()
-    with pytest.raises(ValueError, match=r"--copies=foldr:/x: data source"):
-        copies.open_training("foldr:/x", "", scorer, 4)
-    with pytest.raises((ValueError, OSError), match="/nowhere"):
-        copies.open_training("folder:/nowhere", "", scorer, 4)
+    for copied, unseen, judges, message in (
+        ("", "folder:/y", scorer, "--unseen=folder:/y is used by --copies only"),
+        ("folder:/x", "", scorer, "--copies=folder:/x also needs real pictures"),
+        ("folder:/x", data, scorers.Scorer(PROMPTS, {}), "--copies=folder:/x needs features of pictures"),
+        (data, "foldr:/x", scorer, "--unseen=foldr:/x: data source"),
+        ("foldr:/x", "", scorer_of(), "--copies=foldr:/x: data source"),
+        ("folder:/nowhere", "", scorer_of(), "/nowhere"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            copies.open_training(copied, unseen, judges, 4)

@@ -121,19 +121,10 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def interrupted():
-    """Run a command that Ctrl-C interrupts."""
-
-    def main():
-        signal.raise_signal(signal.SIGINT)
-
-    cli.run(main)
-
-
 def test_ctrl_c_in_a_command_prints_one_line_and_exits_with_code_130(capfd, monkeypatch):
     monkeypatch.setattr("sys.argv", ["command"])
     with pytest.raises(SystemExit) as ended:
-        interrupted()
+        cli.run(lambda: signal.raise_signal(signal.SIGINT))
     assert ended.value.code == 130
     assert capfd.readouterr().err == "stopped by Ctrl-C\n"
 
