@@ -333,14 +333,6 @@ def test_euler_equals_ddim_with_eta_0():
     np.testing.assert_array_equal(onestep.euler(denoise, X, sigmas, DRAWS), expected)
 
 
-def test_plms_on_even_levels_converges_at_the_order_of_its_first_step():
-    """The first step, Heun's, has an error of h^3; Adams-Bashforth over four steps has h^4."""
-    levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
-    exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
-    coarse, fine = (float(jnp.abs(deterministic(multistep.plms, 5 * X, levels(n)) - exact).max()) for n in (16, 32))
-    assert 2.8 < np.log2(coarse / fine) < 4.5
-
-
 def test_leading_times_match_ldm_if_the_steps_divide_1000():
     for n in (2, 5, 50, 200, 500):
         times = grids.leading_times(n)
@@ -355,18 +347,6 @@ def test_leading_times_decrease_for_every_number_of_steps():
     for n in (0, 1001):
         with pytest.raises(ValueError, match=f"{n} sampling steps .*: choose 1 to 1000 steps$"):
             grids.leading_times(n)
-
-
-def test_even_times_match_dpm_solver():
-    np.testing.assert_allclose(grids.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
-    assert grids.even_times(25)[-1] == 0
-
-
-def test_to_variance_preserving_multiplies_x_by_alpha():
-    abar = 0.3
-    sigma = np.sqrt((1 - abar) / abar)
-    actual = samplers.to_variance_preserving(X, jnp.float32(sigma))
-    np.testing.assert_allclose(actual, np.sqrt(abar) * X, rtol=1e-6)
 
 
 def test_karras_sigmas_match_equation_5_of_edm_and_end_at_0():
