@@ -275,20 +275,12 @@ def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampler__name": "ddimm"}, "sampler.name is 'ddimm': did you mean 'ddim'?"),
         ({"sampler__steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
-        ({"sampler__steps": 0}, "sampler.steps is 0: it must be from 1 to 1000"),
         ({"sampler__height": 9}, "sampler.height is 9: it must be a multiple of 2, because"),
         ({"latents__image_size": 13}, "latents.image_size is 13: it must be a multiple of"),
-        ({"latents__scale": 0.0}, "latents.scale is 0.0: it must be above 0"),
-        ({"latents__pixels": "byte"}, "latents.pixels is 'byte': choose from symmetric, unit"),
-        ({"diffusion__predicts": "score"}, "is 'score': choose from edm, eps, x0, v, flow"),
         ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5: it must be 0, or at least"),
-        ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
-        ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
-        ({"data__loss_mask": "white"}, "data.loss_mask is 'white': choose from '', alpha, file"),
         (
             {"data__source": "moments", "data__loss_mask": "alpha"},
             "data.loss_mask is 'alpha', but stored moments have no masks: set it to '', or name",

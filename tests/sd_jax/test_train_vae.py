@@ -113,7 +113,6 @@ def test_a_vae_workdir_is_loaded_with_its_average_weights(run, tmp_path):
     ("changes", "message"),
     [
         ({"reconstruction__image_size": 7}, "image_size is 7: it must be a multiple of 2"),
-        ({"reconstruction__distance": "l3"}, "reconstruction.distance is 'l3': choose from l2, l1, huber"),
         ({"reconstruction__kl": 2.0}, "reconstruction.kl is 2.0: it must be from 0 to 1"),
         ({"data__source": "moments", "data__path": "x"}, "name a source of images, such as"),
         ({"vae__width": 48}, "vae.width * 1 is 48: it must be a multiple of 32"),
