@@ -3,7 +3,6 @@
 tests/parity/test_imagen.py compares its outputs with the reference and with numpy.
 """
 
-import functools
 import re
 
 import jax
@@ -16,9 +15,6 @@ from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.weights import nemo
 
 SMALL = dict(image_size=8, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 1), attention_levels=(1,), head_dim=16)
-
-# Compiling tiny programs takes longer than running them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_params(unet):
@@ -46,7 +42,7 @@ def inputs(size=8, low=2):
 def test_a_new_efficient_unet_is_zero_only_in_the_last_layer_of_each_block():
     unet = EfficientUNet(**SMALL, attention="stacked")
     init = lambda key: unet.init(key, **example_inputs(unet, 32))
-    leaves = jax.tree.leaves_with_path(jit(init)(jax.random.key(0))["params"])
+    leaves = jax.tree.leaves_with_path(jax.jit(init)(jax.random.key(0))["params"])
     flat = {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(a) for p, a in leaves}
     zero = {p for p, a in flat.items() if not p.endswith(("norm", "scale")) and (a == 0).all()}
     zero = {p.rpartition("/")[0] for p in zero if "norm" not in p}
@@ -67,7 +63,7 @@ def test_remat_does_not_change_the_gradient():
         unet = EfficientUNet(**SMALL, remat=remat)
         return (unet.apply(params, **arguments | {"x": x}) ** 2).sum()
 
-    plain, again = (jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
+    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
     assert np.abs(plain).max() > 0.1
     np.testing.assert_allclose(again, plain, rtol=1e-4, atol=1e-4)
     jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(arguments["x"], r)) for r in (False, True)]
@@ -78,8 +74,8 @@ def test_remat_does_not_change_the_gradient():
 def test_bfloat16_is_within_3_percent_of_float32_at_another_image_size():
     unet = EfficientUNet(**SMALL, attention="cross")
     params, arguments = random_params(unet), inputs(size=16, low=4)
-    low = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **arguments)
-    exact = jit(unet.apply)(params, **arguments)
+    low = jax.jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **arguments)
+    exact = jax.jit(unet.apply)(params, **arguments)
     assert low.dtype == jnp.float32 and low.shape == (2, 16, 16, 3)
     error = np.sqrt(np.mean((low - exact) ** 2) / np.mean(exact**2))
     assert 1e-4 < error < 0.03, error

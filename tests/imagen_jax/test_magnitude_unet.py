@@ -36,8 +36,6 @@ CONFIG = dict(
     attention="self",
     head_dim=8,
 )
-# Compiling tiny programs takes longer than running them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "edm2_unet.npz"
 
 
@@ -87,7 +85,7 @@ def test_output_and_gradients_match_the_authors_code(authors):
         y = unet.apply(params, x, time, **text)
         return (y * authors["target"]).sum(), y
 
-    gradient = jit(jax.grad(product, argnums=(0, 1), has_aux=True))
+    gradient = jax.jit(jax.grad(product, argnums=(0, 1), has_aux=True))
     (d_params, dx), y = gradient(random_params(unet), x)
     np.testing.assert_allclose(y, authors["y"], rtol=1e-5, atol=1e-5)
     # Sums of some hundred products, with float32 errors of 1e-6 of the largest.
@@ -113,7 +111,7 @@ def trained(authors):
 
     settings = Optimizer(lr=0.05, schedule="inverse_sqrt", warmup=0, decay_from=2, b2=0.99, eps=1e-3, weight_decay=0.0)
     tx = optimizer.make_optimizer(settings, 4)
-    step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf, constrain=magnitude.forced))
+    step = jax.jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf, constrain=magnitude.forced))
     # The authors' layers normalize weights in the first pass, ours at initialization.
     now = state.init_state(magnitude.forced(random_params(unet)), tx, (0.5,))
     batch = {**{k: jnp.asarray(authors[k]) for k in ("x", "time", "target")}, **text_of(authors)}
@@ -152,7 +150,7 @@ def test_an_average_has_magnitudes_below_1_and_equal_outputs_when_normalized(tra
     unet, average = MagnitudeUNet(**CONFIG), states[-1].ema["0.5"]
     lengths = np.concatenate([a.ravel() for a in magnitudes(average).values()])
     assert lengths.max() < 1.0001 and lengths.min() < 0.9995
-    apply = jit(lambda params: unet.apply(params, **example()))
+    apply = jax.jit(lambda params: unet.apply(params, **example()))
     # The 1e-4 added to lengths has more effect on short ones.
     np.testing.assert_allclose(apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3)
 
@@ -168,8 +166,8 @@ def test_a_step_that_is_not_finite_does_not_change_the_weights(trained):
 def test_activations_keep_magnitude_1_through_every_block():
     """All gains have their initial values, except that the output gain is 1 instead of 0."""
     unet = MagnitudeUNet(**CONFIG | dict(embed_dim=64, channel_mult=(1, 1)))
-    params = jit(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)))(jax.random.key(0))
-    apply = jit(lambda params: unet.apply(params, **example(), capture_intermediates=True, mutable=True))
+    params = jax.jit(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)))(jax.random.key(0))
+    apply = jax.jit(lambda params: unet.apply(params, **example(), capture_intermediates=True, mutable=True))
     assert float(jnp.abs(apply(params)[0]).max()) == 0
     params["params"]["out_gain"] = jnp.ones(())
     y, seen = apply(params)
@@ -224,7 +222,7 @@ def large():
     unet = MagnitudeUNet(**CONFIG | dict(attention="fused", low_res=True, noise_aug=True, patch=2, image_size=16))
     params = random_params(unet)
     rest = dict(low_res=example(4)["x"], low_res_time=jnp.array([0.3, -0.2]))
-    apply = jit(lambda inputs: unet.apply(params, **inputs))
+    apply = jax.jit(lambda inputs: unet.apply(params, **inputs))
     return unet, params, apply, {**example(16), **rest}
 
 
@@ -247,10 +245,10 @@ def test_remat_keeps_the_gradient_and_bfloat16_keeps_the_output_within_5_percent
     unet, params, apply, inputs = large
     product = lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()
     again = unet.copy(remat=True, remat_keeps="products")
-    plain, redone = (jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again))
+    plain, redone = (jax.jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again))
     np.testing.assert_allclose(redone, plain, rtol=1e-3, atol=1e-5)
     assert np.abs(plain).max() > 1e-3
-    y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
+    y = jax.jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
     exact = apply(inputs)
     error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
     assert y.dtype == jnp.float32 and 1e-4 < error < 0.05, error
@@ -261,7 +259,7 @@ def test_a_dropped_text_has_finite_gradients():
     unet = MagnitudeUNet(**CONFIG | dict(attention="cross", channel_mult=(1,), image_size=4))
     inputs = example(4)
     inputs["text"] = jnp.zeros_like(inputs["text"])
-    gradient = jit(jax.grad(lambda p: unet.apply(p, **inputs).sum()))(random_params(unet))
+    gradient = jax.jit(jax.grad(lambda p: unet.apply(p, **inputs).sum()))(random_params(unet))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 

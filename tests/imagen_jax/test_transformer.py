@@ -23,8 +23,6 @@ TEXT_WIDTH = 12
 SMALL = dict(image_size=16, patch=4, embed_dim=32, depth=2, bottleneck=10, head_dim=8)
 NETWORKS = {"base": Transformer(**SMALL), "large": Transformer(**SMALL, low_res=True, noise_aug=True)}
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "transformer.npz"
-# Compiling tiny programs takes longer than running them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def flat(tree):
@@ -85,7 +83,7 @@ def computed(name):
         y = unet.apply(params, **{**inputs, "x": x})
         return (y * target()).sum(), y
 
-    gradient = jit(jax.grad(product, argnums=(0, 1), has_aux=True))
+    gradient = jax.jit(jax.grad(product, argnums=(0, 1), has_aux=True))
     (d_params, dx), y = gradient(nested(unet, random_params(unet)), inputs["x"])
     grads = {name: np.asarray(a) for name, a in flat(d_params["params"]).items()}
     return np.asarray(y), np.asarray(dx), grads
@@ -130,7 +128,7 @@ def large():
     """Return the super-resolution network as a function of changed inputs, and its inputs."""
     unet = NETWORKS["large"]
     params, inputs = nested(unet, random_params(unet)), example(unet)
-    apply = jit(lambda inputs: unet.apply(params, **inputs))
+    apply = jax.jit(lambda inputs: unet.apply(params, **inputs))
     return lambda **changes: np.asarray(apply({**inputs, **changes})), inputs
 
 
@@ -150,7 +148,7 @@ def test_the_output_depends_on_every_input_but_not_on_padding(large):
 def test_a_text_without_words_or_of_zeros_has_finite_gradients():
     unet = NETWORKS["base"]
     inputs = example(unet) | dict(text=jnp.zeros((3, 4, TEXT_WIDTH)))
-    gradient = jit(jax.grad(lambda p, mask: unet.apply(p, **inputs | {"text_mask": mask}).sum()))
+    gradient = jax.jit(jax.grad(lambda p, mask: unet.apply(p, **inputs | {"text_mask": mask}).sum()))
     for mask in (inputs["text_mask"], jnp.zeros((3, 4), bool)):
         grads = gradient(nested(unet, random_params(unet)), mask)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
@@ -170,7 +168,7 @@ def test_the_pooled_text_is_the_mean_of_its_valid_tokens():
             "text_mask": jnp.tile(inputs["text_mask"], (1, times)),
         }
         only = lambda module, _: module.name == "text_embed"
-        run = jit(functools.partial(unet.apply, capture_intermediates=only))
+        run = jax.jit(functools.partial(unet.apply, capture_intermediates=only))
         return run(params, **(inputs | text))[1]["intermediates"]["text_embed"]["__call__"][0]
 
     np.testing.assert_allclose(pooled(2), pooled(1), rtol=1e-4, atol=1e-5)
@@ -187,8 +185,8 @@ def test_a_new_transformer_returns_zeros_and_its_blocks_are_identities():
     outputs = []
     for depth in (1, 2):
         unet = Transformer(**SMALL | dict(depth=depth))
-        params = jit(unet.init)(jax.random.key(0), **inputs)
-        apply = jit(unet.apply)
+        params = jax.jit(unet.init)(jax.random.key(0), **inputs)
+        apply = jax.jit(unet.apply)
         assert not np.any(apply(params, **inputs))
         params["params"]["out"] = {name: jnp.asarray(random_params(unet)[f"out/{name}"]) for name in ("kernel", "bias")}
         outputs.append(apply(params, **inputs))
@@ -206,7 +204,7 @@ def test_positions_are_sums_of_sinusoids_of_column_and_row():
 def test_remat_and_blockwise_attention_give_the_same_gradient():
     unet, inputs = NETWORKS["base"], example(NETWORKS["base"])
     params = nested(unet, random_params(unet))
-    gradient = jit(jax.grad(lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()), static_argnums=1)
+    gradient = jax.jit(jax.grad(lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()), static_argnums=1)
     expected = gradient(inputs["x"], unet)
     assert np.abs(expected).max() > 1e-3
     for changes in (dict(remat=True, remat_keeps="products"), dict(attention_impl="blockwise")):
@@ -217,7 +215,7 @@ def test_remat_and_blockwise_attention_give_the_same_gradient():
 def test_bfloat16_is_within_5_percent_and_returns_float32():
     unet, inputs = NETWORKS["base"], example(NETWORKS["base"])
     params, (exact, *_) = nested(unet, random_params(unet)), computed("base")
-    y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
+    y = jax.jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
     error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
     assert y.dtype == jnp.float32 and 1e-4 < error < 0.05, error
 

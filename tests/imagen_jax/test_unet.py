@@ -25,9 +25,6 @@ SMALL = dict(
     head_dim=16,
 )
 
-# Compiling tiny programs takes longer than running them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def random_like(tree, seed=0):
     """Return random leaves, because zeros would hide bugs. Kernels keep the variance."""
@@ -54,7 +51,7 @@ def inputs(batch=2, tokens=5):
 def fresh(unet):
     """Return newly initialized parameters."""
     init = lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24))
-    return jit(init)()
+    return jax.jit(init)()
 
 
 @functools.cache
@@ -67,7 +64,7 @@ def params_of(**changes):
 @functools.cache
 def apply(**changes):
     """Return the jitted UNet of SMALL with changes, which tests share."""
-    return jit(UNet(**SMALL | changes).apply, static_argnames="train")
+    return jax.jit(UNet(**SMALL | changes).apply, static_argnames="train")
 
 
 def nchw(x):
@@ -119,7 +116,7 @@ def test_res_block_matches_numpy(width_in, scale_shift):
     h = conv3x3(silu(h), p["conv2"])
     assert ("skip" in p) == (width_in != 64)
     shortcut = dense(x64, p["skip"]) if "skip" in p else x64
-    np.testing.assert_allclose(jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
 
 
 def test_res_blocks_that_resize_match_numpy():
@@ -146,7 +143,7 @@ def test_res_blocks_that_resize_match_numpy():
         scale, shift = np.split(dense(silu(double(emb)), p["emb"])[:, None, None], 2, axis=-1)
         h = group_norm(conv3x3(h, p["conv1"]), p["norm2"]) * (1 + scale) + shift
         expected = shortcut + conv3x3(silu(h), p["conv2"])
-        np.testing.assert_allclose(jit(block.apply)(params, x, emb), expected, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), expected, atol=1e-5)
 
 
 def test_fused_attention_matches_numpy():
@@ -169,7 +166,7 @@ def test_fused_attention_matches_numpy():
     weights /= weights.sum(-1, keepdims=True)
     out = np.einsum("bnts,bsnk->btnk", weights, v).reshape(3, 6, 64)
     expected = double(x) + dense(out, p["out"]).reshape(x.shape)
-    actual = jit(block.apply)(params, x, context, mask)
+    actual = jax.jit(block.apply)(params, x, context, mask)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -194,7 +191,7 @@ def test_a_new_unet_returns_zeros_and_only_last_layers_of_blocks_are_zero():
             # The standard error of a uniform draw's variance is a few times 1 / sqrt(size).
             assert np.std(array) * 3**0.5 / limit == pytest.approx(1, abs=2 / array.size**0.5), path
     arguments = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    np.testing.assert_array_equal(jit(unet.apply)({"params": params}, **arguments), 0)
+    np.testing.assert_array_equal(jax.jit(unet.apply)({"params": params}, **arguments), 0)
 
 
 def test_dropout_acts_only_with_keys_and_depends_on_them():
@@ -214,7 +211,7 @@ def test_remat_does_not_change_the_gradient():
     def loss(x, remat):
         return (UNet(**SMALL, remat=remat).apply(params, **arguments | {"x": x}) ** 2).sum()
 
-    plain, again = (jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
+    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
     assert np.abs(plain).max() > 0.1
     # Sums may have another order.
     np.testing.assert_allclose(again, plain, atol=1e-5)
@@ -268,7 +265,7 @@ def test_cudnn_attention_attends_to_valid_tokens_and_the_null_token(monkeypatch)
         ),
     )
     unet = UNet(**SMALL, null_token=True, attention_impl="cudnn")
-    np.testing.assert_allclose(jit(unet.apply)(params, **arguments), expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(unet.apply)(params, **arguments), expected, atol=1e-5)
 
 
 def test_with_patches_the_input_and_output_keep_their_size():
@@ -279,7 +276,7 @@ def test_with_patches_the_input_and_output_keep_their_size():
     assert (params["down_0_0_attn"]["out"]["kernel"] == 0).all()
     params["out_conv"]["bias"] = jnp.arange(12.0)  # All other outputs are initially zero.
     arguments = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    y = jit(unet.apply)({"params": params}, **arguments)
+    y = jax.jit(unet.apply)({"params": params}, **arguments)
     np.testing.assert_array_equal(y, np.tile(np.arange(12.0).reshape(2, 2, 3), (2, 4, 4, 1)))
 
 

@@ -1,6 +1,5 @@
 """Imagen's UNets agree with saved outputs of NeMo, and with a second derivation in numpy."""
 
-import functools
 import json
 import pathlib
 import re
@@ -117,16 +116,6 @@ OPTIONS = {
     "efficient_self": dict(unet_type="sr", unet=SMALL_EFFICIENT | dict(attention_type="self", atnn_enabled_at=[1, 0])),
 }
 SIZES = {"fused": (8, 12), "cross": (16, 8), "efficient_cross": (8, 12)}
-
-
-@pytest.fixture(autouse=True)
-def compile_unoptimised(monkeypatch):
-    """Compile without optimization, which halves the time of this file.
-
-    Tiny programs take longer to compile than to run.
-    """
-    options = {"xla_backend_optimization_level": 0}
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
 
 @pytest.mark.parametrize(

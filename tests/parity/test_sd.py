@@ -1,6 +1,5 @@
 """Stable Diffusion agrees with saved outputs of the references, and with a derivation in numpy."""
 
-import functools
 import json
 import pathlib
 import re
@@ -31,16 +30,6 @@ OPTIONS = {
         (4, 4),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def compile_unoptimised(monkeypatch):
-    """Compile without optimization, which halves the time of this file.
-
-    Tiny programs take longer to compile than to run.
-    """
-    options = {"xla_backend_optimization_level": 0}
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
 
 @pytest.mark.gate

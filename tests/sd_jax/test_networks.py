@@ -1,6 +1,5 @@
 """UNet and VAE: initial values, memory, precision and errors."""
 
-import functools
 import re
 
 import jax
@@ -18,7 +17,6 @@ TINY = UNet(width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(), 
 TINY_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
 X, TEXT = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (2, 4, 4, 4)), (1, (2, 3, 24))))
 T = jnp.array([3.0, 981.0])
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def params_of(network):
@@ -30,8 +28,8 @@ def params_of(network):
 
 
 def test_a_new_unet_returns_0_and_its_layers_are_initialized_like_torch():
-    params = jit(lambda: TINY.init(jax.random.key(0), X, T, TEXT))()
-    np.testing.assert_array_equal(jit(TINY.apply)(params, X, T, TEXT), 0)
+    params = jax.jit(lambda: TINY.init(jax.random.key(0), X, T, TEXT))()
+    np.testing.assert_array_equal(jax.jit(TINY.apply)(params, X, T, TEXT), 0)
     flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in jax.tree.leaves_with_path(params)}
     zeros = {name for name, leaf in flat.items() if not leaf.any()}
     # The second convolution of 5 residual blocks, the transformer's output, and the last one.
@@ -48,14 +46,14 @@ def test_a_new_unet_returns_0_and_its_layers_are_initialized_like_torch():
 
 def test_remat_does_not_change_the_output():
     params = params_of(TINY)
-    plain, remat = (jit(u.apply)(params, X, T, TEXT) for u in (TINY, TINY.clone(remat=True)))
+    plain, remat = (jax.jit(u.apply)(params, X, T, TEXT) for u in (TINY, TINY.clone(remat=True)))
     np.testing.assert_allclose(remat, plain, atol=1e-6)
 
 
 def test_bfloat16_is_within_5_percent_of_float32():
     params = params_of(TINY)
-    exact = jit(TINY.apply)(params, X, T, TEXT)
-    half = jit(TINY.clone(dtype=jnp.bfloat16).apply)(params, X, T, TEXT)
+    exact = jax.jit(TINY.apply)(params, X, T, TEXT)
+    half = jax.jit(TINY.clone(dtype=jnp.bfloat16).apply)(params, X, T, TEXT)
     assert half.dtype == jnp.float32
     # bfloat16 rounds to 0.4 %, and about twenty layers add up.
     assert 1e-4 < np.abs(half - exact).max() / np.abs(exact).max() < 0.05
@@ -76,8 +74,8 @@ def test_images_decoded_one_by_one_equal_a_batch():
     params = params_of(TINY_VAE)
     z = jax.random.normal(jax.random.key(2), (3, 4, 5, 4))
     decode = lambda z: TINY_VAE.apply(params, z, method="decode")
-    whole = jit(decode)(z)
-    by_one = jit(lambda z: vae.decode_in_slices(decode, z, 2))(z)
+    whole = jax.jit(decode)(z)
+    by_one = jax.jit(lambda z: vae.decode_in_slices(decode, z, 2))(z)
     np.testing.assert_allclose(by_one, whole, atol=2e-5)
     assert whole.shape == (3, 8, 10, 3)
 
