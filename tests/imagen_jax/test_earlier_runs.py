@@ -130,19 +130,6 @@ def test_sample_draws_from_an_earlier_run(earlier, name, tmp_path):
     assert len(list(tmp_path.glob("*.png"))) >= 2, err
 
 
-@pytest.mark.slow
-def test_sample_draws_from_a_cascade_of_earlier_runs(earlier, tmp_path):
-    run(
-        "imagen_jax.sample",
-        f"--workdir={earlier / 'imagen_de86e1f'}",
-        f"--workdir={earlier / 'imagen_sr_8374cec'}",
-        "--prompt=a red seven",
-        "--num_images=1",
-        f"--out={tmp_path}",
-    )
-    assert list(tmp_path.glob("*.png"))
-
-
 @pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
 def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
     run(

@@ -80,16 +80,3 @@ def test_the_weights_that_a_lora_adapts_can_be_moved(adapting):
     config["lora"]["rank"] = 3
     with pytest.raises(ValueError, match="made with another config"):
         runs.claim(adapting[0], config, write=False)
-
-
-def test_sample_keeps_black_parts_of_a_mask(trained, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    mask = np.zeros((16, 16), np.uint8)
-    mask[:8] = 255
-    Image.fromarray(mask).save(tmp_path / "mask.png")
-    edit_flags = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
-    lines, drawn = draw(tmp_path / "out", f"--workdir={trained}", *edit_flags)
-    np.testing.assert_array_equal(drawn[:, 8:], np.broadcast_to(pixels[8:], drawn[:, 8:].shape))
-    assert np.abs(drawn[:, :8] - pixels[:8]).max() > 20
-    assert lines[0]["strength"] == [1.0] and lines[0]["mask"] == str(tmp_path / "mask.png")

@@ -5,7 +5,6 @@ import uuid
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 
 from diffusion_jax import files, pack, runs
 from diffusion_jax.files import checksums, remote
@@ -83,24 +82,6 @@ def test_raw_weights_and_packed_runs_can_be_packed(small, trained, tmp_path):
     again = pack.pack(small, "ema", None, tmp_path / "again")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), arrays(small), arrays(tmp_path / "again"))
     assert again.stat().st_size == one.stat().st_size
-
-
-def test_a_packed_run_draws_nearly_the_same_pictures(small, trained, tmp_path):
-    sheets = []
-    for folder in (small, trained):
-        ended = commands.run(
-            "sample",
-            f"--workdir={folder}",
-            "--prompt=a red seven",
-            "--num_images=2",
-            f"--out={tmp_path / folder.name}",
-            devices=1,
-        )
-        assert ended.code == 0, ended.err
-        sheet = np.asarray(Image.open(tmp_path / folder.name / "seed_000000.png"), np.int32)
-        sheets.append(sheet)
-    difference = np.abs(sheets[0] - sheets[1])
-    assert 0 < difference.mean() < 4 and sheets[1].std() > 10
 
 
 def test_a_packed_run_can_start_another_run_but_cannot_be_resumed(small, tmp_path):

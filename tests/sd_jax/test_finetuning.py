@@ -84,19 +84,6 @@ def test_the_held_out_loss_of_a_lora_differs_from_its_base(root):
     assert lora == moved != base
 
 
-def test_pixels_where_the_mask_is_black_do_not_change(root, tmp_path):
-    side = tiny.SIZE
-    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-    mask = np.zeros((side, side), np.uint8)
-    mask[: side // 2] = 255
-    for name, array in (("a.png", pixels), ("mask.png", mask)):
-        Image.fromarray(array).save(tmp_path / name)
-    picture_flags = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
-    _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *picture_flags)
-    np.testing.assert_array_equal(drawn[0, side // 2 :], pixels[side // 2 :])
-    assert np.abs(drawn[0, : side // 2].astype(int) - pixels[: side // 2]).mean() > 20
-
-
 def test_an_inpainting_model_is_trained_from_a_plain_one_and_keeps_what_the_mask_does_not_cover(root, tmp_path):
     config, base = root / "config.py", root / "base"
     run(

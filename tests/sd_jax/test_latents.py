@@ -13,7 +13,6 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import tars
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.table import Table
 from diffusion_jax.devices import sharding
@@ -101,19 +100,6 @@ def test_stored_moments_have_32_channels_and_training_on_them_repeats_that_on_im
     assert len(losses) == 2
     again = train_losses(folder, tmp_path / "b", "folder", images)
     np.testing.assert_allclose(losses, again, rtol=1e-5)  # Other programs encode the images.
-
-
-@pytest.mark.slow
-@pytest.mark.gate
-def test_moments_with_other_channels_than_the_config_are_errors(folder, stored, tmp_path):
-    vae = tiny.write_vae(tmp_path / "vae.safetensors")
-    (tmp_path / "moments").mkdir()
-    for name, record in enumerate(Table(stored, str(stored)).read(range(8))):
-        contents = {tars.KEY: b"%d" % name, "npy": record.image, "txt": b"a"}
-        tars.write(tmp_path / f"moments/{name}.tar", [contents])
-    s = tiny.settings(vae, data__source="moments", data__path=f"{tmp_path}/moments")
-    with pytest.raises(ValueError, match=r"moments have shape \[32, 4, 4\], but .* \[8, 4, 4\]"):
-        train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 
 def test_latents_are_shifted_and_scaled_in_training_editing_decoding_and_previews(params):

@@ -196,10 +196,3 @@ def test_evaluation_after_training_does_not_count_as_training_time(whole, folder
     (stop,) = [event for event in events if event.key == "run_stop"]
     (end,) = [event for event in events if event.key == "block_stop" and event.metadata["samples_count"] == SECOND]
     assert stop.time_ms == end.time_ms
-
-
-def test_moments_of_another_shape_are_an_error_before_training(folder):
-    tiny_benchmark.write_moments(folder / "wrong", (4, 4, 6))
-    workdir, printed = run(folder, "bad", "--toy", f"--config.data.path={folder}/wrong", code=2)
-    assert "moments have shape [6, 4, 4], but the config expects [8, 4, 4]" in printed
-    assert not (workdir / "checkpoints").exists()
