@@ -141,19 +141,6 @@ def test_folders_import_only_allowed_folders(name):
                 assert allowed, f"{file} imports {other}"
 
 
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ('"""A.\n\nB."""\n\nx = 1  # C.\n# D.\n', 1),
-        ('def f():\n    """E."""\n    return (\n        1\n    )\n', 4),
-        ('x = """a\nb"""\n"""F."""\n', 2),
-        ("", 0),
-    ],
-)
-def test_code_lines_are_without_docstrings_comments_and_empty_lines(text, lines):
-    assert budget.code_lines(text) == lines
-
-
 def test_no_folder_has_more_lines_of_code_than_its_budget():
     limits = budget.limits()
     above = {f"{name}: {n}" for name, n in budget.counts().items() if n > limits.get(name, 0)}
