@@ -86,6 +86,5 @@ def of_command(page, out, *more):
             name = link.removeprefix("save-") + ".png"
             (out / name).write_bytes(urllib.request.urlopen(address).read())
             words = [word.replace(f"={name}", f"={out / name}") for word in words]
-    ended = commands.run(words[2], *words[3:], *more, f"--out={out}", devices=1)
-    assert ended.code == 0, ended.err
+    commands.succeed(words[2], *words[3:], *more, f"--out={out}")
     return {path.name: path.read_bytes() for path in out.glob("seed_*.png")}

@@ -358,10 +358,8 @@ def test_a_missing_platform_is_a_one_line_error(tmp_path):
 
 @pytest.mark.parametrize(("prompt", "lost"), [("a red seven 🎉", "🎉"), ("red " * 500, "red"), ("a red seven", "")])
 def test_words_beyond_the_token_limit_are_ignored_with_a_warning(files, tmp_path, prompt, lost):
-    ended = commands.run(
-        "sample", f"--workdir={files}/imagen", f"--prompt={prompt}", f"--out={tmp_path}/out", "--rehearse", devices=1
-    )
-    assert ended.code == 0, ended.err
+    flags = f"--workdir={files}/imagen", f"--out={tmp_path}/out", "--rehearse"
+    ended = commands.succeed("sample", *flags, f"--prompt={prompt}")
     assert bool(lost) == bool(re.search(r"1 of 1 texts are not read in full", ended.err)), ended.err
     assert f"the text encoder ignores '{lost}" in ended.err or not lost
     assert "draws          1 images of 16x16, for 1 texts" in ended.out

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from PIL import Image
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW_IMPORTS = [
@@ -69,6 +71,33 @@ def run(name: str, *arguments: str, devices: int = 8, before: Callable[[], None]
         process = start(name, *arguments, devices=devices, outputs=outputs, before=before)
         process.join()
         return Ended(process.exitcode, *(path.read_text() for path in outputs))
+
+
+def succeed(name: str, *arguments: Any, devices: int = 1, before: Callable[[], None] | None = None) -> Ended:
+    """Run a command, which must end with exit code 0."""
+    ended = run(name, *map(str, arguments), devices=devices, before=before)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def draw(name: str, out: pathlib.Path, *arguments: Any, devices: int = 1) -> tuple[list[Any], np.ndarray, str]:
+    """Draw pictures of one size with a sampling command.
+
+    Return the lines of its metadata, the pictures as whole numbers, and its messages.
+    """
+    err = succeed(name, f"--out={out}", *arguments, devices=devices).err
+    return *drawn(out), err
+
+
+def drawn(out: pathlib.Path) -> tuple[list[Any], np.ndarray]:
+    """Return the metadata and the pictures that a sampling command wrote to a folder."""
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    return lines, np.stack([picture(out / line["file_name"]) for line in lines])
+
+
+def picture(path: pathlib.Path) -> np.ndarray:
+    """Return the pixels of a picture as whole numbers of more than 8 bits."""
+    return np.asarray(Image.open(path)).astype(int)
 
 
 def start(

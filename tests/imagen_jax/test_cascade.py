@@ -27,20 +27,12 @@ def enlarger(tmp_path_factory):
     """A super-resolution model (16 to 64 pixels) after two steps."""
     workdir = tmp_path_factory.mktemp("enlarger")
     arguments = (*SR, f"--workdir={workdir}", "--config.sample_every=2")
-    ended = commands.run("train", *arguments, devices=1, before=commands.skip_rehearsal)
-    assert ended.code == 0, ended.err
+    commands.succeed("train", *arguments, before=commands.skip_rehearsal)
     return workdir
 
 
-def draw(out, *arguments, devices=1):
-    ended = commands.run("sample", f"--out={out}", *arguments, devices=devices)
-    assert ended.code == 0, ended.err
-    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-    return lines, [picture(out / line["file_name"]) for line in lines]
-
-
-def picture(path):
-    return np.asarray(Image.open(path)).astype(int)
+def draw(out, *arguments):
+    return commands.draw("sample", out, *arguments)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +49,7 @@ def drawn(trained, enlarger, tmp_path_factory):
 @pytest.mark.slow
 def test_training_a_super_resolution_model_draws_enlarged_pictures(enlarger):
     (sheet,) = (enlarger / "samples").iterdir()
-    assert picture(sheet).std() > 20
+    assert commands.picture(sheet).std() > 20
 
 
 @pytest.mark.gate
@@ -80,7 +72,7 @@ def test_the_smaller_pictures_of_a_cascade_match_the_first_stage_alone(drawn, tr
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
     _, alone = draw(tmp_path, f"--workdir={trained}", *prompts, "--guidance=3", "--steps=2")
     for line, expected in zip(lines, alone, strict=True):
-        np.testing.assert_allclose(picture(out / line["smaller"][0]), expected, atol=1)
+        np.testing.assert_allclose(commands.picture(out / line["smaller"][0]), expected, atol=1)
 
 
 @pytest.mark.gate
@@ -132,7 +124,7 @@ def test_a_cascade_draws_over_a_picture_in_both_stages(trained, enlarger, tmp_pa
     lines, (large,) = draw(out, *stages, *edit_flags, "--guidance=1", "--steps=2", "--all_sizes")
     np.testing.assert_array_equal(large[32:], pixels[32:])  # Masked-out pixels are exact.
     assert np.abs(large[:32] - pixels[:32]).mean() > 20
-    small = picture(out / lines[0]["smaller"][0])
+    small = commands.picture(out / lines[0]["smaller"][0])
     error = np.abs(small - blocks)  # The filter that reduced the picture blurs it.
     assert error[8:].mean() < 25 and error[:8].mean() > 50, (error[8:].mean(), error[:8].mean())
 

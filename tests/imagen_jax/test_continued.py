@@ -16,9 +16,8 @@ pytestmark = pytest.mark.slow
 
 def continue_run(trained, workdir, *arguments, devices=1):
     """Run the command that continues `trained` in `workdir` from its last step, 12."""
-    return commands.run(
-        "train", *TINY, f"--workdir={workdir}", f"--continue_from={trained}", *arguments, devices=devices
-    )
+    flags = f"--workdir={workdir}", f"--continue_from={trained}"
+    return commands.run("train", *TINY, *flags, *arguments, devices=devices)
 
 
 @pytest.mark.gate
@@ -39,8 +38,7 @@ def test_continuing_prints_the_changes_and_repeats_the_steps_after_a_kill(traine
     assert [step for step, _ in before] == list(range(1, 15))
     # As if the first start had been killed before its first checkpoint was complete.
     shutil.rmtree(workdir / runs.CHECKPOINTS)
-    again = commands.run("train", *TINY, *changes, f"--workdir={workdir}", devices=2, before=commands.skip_rehearsal)
-    assert again.code == 0, again.err
+    commands.succeed("train", *TINY, *changes, f"--workdir={workdir}", devices=2, before=commands.skip_rehearsal)
     assert losses() == before
     (lineage,) = [run_log.read_lineage(workdir)]
     assert lineage and (lineage["run"], lineage["step"]) == (str(trained), 12)

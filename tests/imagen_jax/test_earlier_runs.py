@@ -71,12 +71,6 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def run(module, *arguments):
-    ended = commands.run(module, *arguments, devices=1, before=commands.skip_rehearsal)
-    assert ended.code == 0, ended.err
-    return ended.err
-
-
 def system_of(name):
     return name.partition("_")[0] + "_jax"
 
@@ -120,26 +114,15 @@ def test_the_checkpoint_of_an_earlier_run_restores_as_a_current_train_state(earl
     "name", [gate("imagen_a87890b"), slow("imagen_cc541fd"), gate("sd_603860d"), slow("sd_cc541fd")]
 )
 def test_sample_draws_from_an_earlier_run(earlier, name, tmp_path):
-    err = run(
-        f"{system_of(name)}.sample",
-        f"--workdir={earlier / name}",
-        "--prompt=a red seven",
-        "--num_images=2",
-        f"--out={tmp_path}",
-    )
-    assert len(list(tmp_path.glob("*.png"))) >= 2, err
+    drawn = ("--prompt=a red seven", "--num_images=2", f"--out={tmp_path}")
+    ended = commands.succeed(f"{system_of(name)}.sample", f"--workdir={earlier / name}", *drawn)
+    assert len(list(tmp_path.glob("*.png"))) >= 2, ended.err
 
 
 @pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
 def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
-    run(
-        f"{system_of(name)}.evaluate",
-        f"--workdir={earlier / name}",
-        "--guidance=2",
-        "--steps=1",
-        "--num_heldout=1",
-        "--batch_size=64",
-    )
+    small = ("--guidance=2", "--steps=1", "--num_heldout=1", "--batch_size=64")
+    commands.succeed(f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", *small)
     assert (earlier / name / runs.EVALUATION / "step_00000002" / "sweep.csv").is_file()
 
 
@@ -155,7 +138,8 @@ def test_evaluate_scores_a_run_of_an_earlier_version(earlier, name):
 )
 def test_train_continues_an_earlier_run(earlier, name, module):
     workdir = earlier / name
-    run(module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3", "--config.save_every=1")
+    flags = f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3", "--config.save_every=1"
+    commands.succeed(module, *flags, before=commands.skip_rehearsal)
     assert restore.steps(workdir / runs.CHECKPOINTS) == [2, 3]
     config = json.loads((workdir / runs.CONFIG).read_text())
     assert (config["version"], config["system"][:2]) == (versions.VERSION, name[:2])

@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.gate]
 @pytest.fixture(scope="module")
 def evaluated(trained):
     arguments = (f"--workdir={trained}", "--guidance=1,3", "--num_heldout=1", "--batch_size=64")
-    ended = commands.run("evaluate", *arguments)
-    assert ended.code == 0, ended.err
+    ended = commands.succeed("evaluate", *arguments, devices=8)
     (folder,) = (trained / "evaluation").iterdir()
     with (folder / "sweep.csv").open() as file:
         return folder, list(csv.DictReader(file)), ended.err

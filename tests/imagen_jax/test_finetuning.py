@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.weights import finetune, restore
@@ -18,16 +17,8 @@ pytestmark = pytest.mark.slow
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "finetuning.md"
 
 
-def run(name, *arguments):
-    ended = commands.run(name, *arguments, devices=1)
-    assert ended.code == 0, ended.err
-    return ended
-
-
 def draw(out, *arguments):
-    run("sample", f"--out={out}", "--num_images=2", "--prompt=a pink seven on gray paper", *arguments)
-    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines]).astype(int)
+    return commands.draw("sample", out, "--num_images=2", "--prompt=a pink seven on gray paper", *arguments)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +39,8 @@ def adapting(trained, tmp_path_factory):
         f"--workdir={folder / 'run'}",
         "--config.save_every=2",
     )
-    printed = run("train", *arguments, "--config.steps=2").out
-    run("train", *arguments, "--config.steps=4")
+    printed = commands.succeed("train", *arguments, "--config.steps=2").out
+    commands.succeed("train", *arguments, "--config.steps=4")
     return folder / "run", printed
 
 

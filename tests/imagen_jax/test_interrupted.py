@@ -124,8 +124,7 @@ def test_every_step_of_an_interrupted_run_has_the_same_loss(interrupted, uninter
 
 def test_replay_reproduces_the_logged_step_bit_for_bit(interrupted, tmp_path):
     run = shutil.copytree(interrupted.workdir, tmp_path / "run")
-    ended = commands.run("replay", f"--workdir={run}", f"--step={interrupted.steps}", devices=1)
-    assert ended.code == 0, ended.err
+    ended = commands.succeed("replay", f"--workdir={run}", f"--step={interrupted.steps}")
     assert f"step {interrupted.steps}: grad_norm, loss, lr, param_norm, skipped" in ended.out
     assert "are equal, bit for bit" in ended.out and "  mid_attn " in ended.out
     written = {path.name for path in (run / "replay").iterdir()}

@@ -22,9 +22,7 @@ def follow(line, *more):
     """Run a printed command."""
     python, minus_m, module, *arguments = shlex.split(line)
     assert (python, minus_m) == ("python", "-m")
-    ended = commands.run(module, *arguments, *more, devices=1)
-    assert ended.code == 0, ended.err
-    return ended
+    return commands.succeed(module, *arguments, *more)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +80,7 @@ def measure_for_too_long():
 def test_start_writes_a_config_with_an_assumed_speed_if_measuring_takes_too_long(tmp_path):
     data, out = digits.write_examples(tmp_path / "set", 8, size=40), tmp_path / "mine.py"
     arguments = (f"--data={data}", "--hours=0.001", f"--out={out}")
-    ended = commands.run("start", *arguments, devices=1, before=measure_for_too_long)
-    assert ended.code == 0, ended.err
+    ended = commands.succeed("start", *arguments, before=measure_for_too_long)
     assert "Assumed instead: base32_8m trains on 58.8" in ended.out, ended.out
     assert "python -m imagen_jax.train --config=" in ended.out.partition("next:\n")[2]
     assert "c.steps = 20  # --hours allows 0; fewer than 20 are not" in out.read_text()
@@ -104,9 +101,7 @@ def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captione
     for text in data.glob("*.txt"):
         if not captioned:
             text.unlink()
-    arguments = ("--data=" + str(data), f"--hours={hours}", f"--out={out}")
-    ended = commands.run(f"{package}.start", *arguments, devices=1)
-    assert ended.code == 0, ended.err
+    ended = commands.succeed(f"{package}.start", f"--data={data}", f"--hours={hours}", f"--out={out}")
     assert re.search(r"data +folder:\S+::txt: 80 pictures\n", ended.out), ended.out
     assert ("captions       none" in ended.out) == (not captioned)
     with Image.open(tmp_path / "mine.png") as sheet:

@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from diffusion_jax import exits, runs
 from diffusion_jax.logs import run_log
@@ -48,10 +47,8 @@ def test_two_processes_draw_the_same_pictures_as_one(trained, tmp_path):
         group = Group(tmp_path, count, "sample", f"--out={out}/PROCESS", *PICTURES, f"--workdir={trained}")
         assert group.end() == [0] * count, group.printed()
         assert sum(path.is_file() for path in out.rglob("*")) == 10  # Only process 0 writes files.
-        lines = [json.loads(line) for line in (out / "0" / "metadata.jsonl").read_text().splitlines()]
-        images = np.stack([np.asarray(Image.open(out / "0" / line["file_name"])) for line in lines])
-        drawn.append((images.astype(int), lines))
-    (expected, expected_lines), (images, lines) = drawn
+        drawn.append(commands.drawn(out / "0"))
+    (expected_lines, expected), (lines, images) = drawn
     assert len(images) == 8 and images.std() > 5
     np.testing.assert_allclose(images, expected, atol=1)  # Rounding to uint8.
     assert lines == expected_lines

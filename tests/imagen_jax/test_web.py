@@ -60,17 +60,8 @@ def test_the_page_and_its_links_draw_the_same_bytes_as_the_command(page, trained
     draw(page, "a <b>red</b> seven", guidance=3, steps=3)
     images = drawn(page)
     assert page.locator("#pictures b").count() == 0  # The prompt is shown as text, not as HTML.
-    ended = commands.run(
-        "sample",
-        f"--workdir={trained}",
-        "--prompt=a <b>red</b> seven",
-        "--num_images=2",
-        "--guidance=3",
-        "--steps=3",
-        f"--out={tmp_path}",
-        devices=1,
-    )
-    assert ended.code == 0, ended.err
+    prompted = ("--prompt=a <b>red</b> seven", "--num_images=2", "--guidance=3", "--steps=3")
+    commands.succeed("sample", f"--workdir={trained}", *prompted, f"--out={tmp_path}")
     assert images == [(tmp_path / f"seed_{n:06}.png").read_bytes() for n in (0, 1)]
     page.reload()
     assert drawn(page) == images

@@ -22,15 +22,11 @@ def get_config():
 
 
 def run(name, *arguments):
-    ended = commands.run(f"sd_jax.{name}", *arguments, devices=1, before=commands.skip_rehearsal)
-    assert ended.code == 0, ended.err
-    return ended
+    commands.succeed(f"sd_jax.{name}", *arguments, before=commands.skip_rehearsal)
 
 
 def draw(out, *arguments):
-    run("sample", f"--out={out}", "--prompt=a red seven", "--steps=2", *arguments)
-    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines])
+    return commands.draw("sd_jax.sample", out, "--prompt=a red seven", "--steps=2", *arguments)[:2]
 
 
 @pytest.fixture(scope="module")

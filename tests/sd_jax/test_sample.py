@@ -1,7 +1,5 @@
 """The sampling command: its files, image-to-image, warnings and errors."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,19 +9,12 @@ from tests.imagen_jax import commands
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 
-def run(*arguments, devices=8):
-    return commands.run("sd_jax.sample", *arguments, devices=devices)
-
-
 SMALL = ("--sampler=ddim", "--steps=4", "--height=6", "--width=4")
 
 
 def draw(out, *arguments, devices=8):
-    """Runs the command, and returns its metadata, its pictures and its messages."""
-    ended = run(f"--out={out}", *arguments, devices=devices)
-    assert ended.code == 0, ended.err
-    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-    return lines, [np.asarray(Image.open(out / line["file_name"])) for line in lines], ended.err
+    """Run the command, and return its metadata, its pictures and its messages."""
+    return commands.draw("sd_jax.sample", out, *arguments, devices=devices)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +57,9 @@ def test_the_metadata_of_an_image_has_all_settings_to_sample_it_again(four, publ
 
 def test_a_rehearsal_samples_with_previews_and_writes_no_files(published, tmp_path):
     model = (f"--model={published / 'd'}", "--prompt=b", "--num_images=5")
-    ended = run(f"--out={tmp_path / 'out'}", *model, *SMALL, "--preview_every=3", "--rehearse")
-    assert ended.code == 0 and "draws          5 images of 4x6, for 1 texts" in ended.out, ended.err
+    flags = (*SMALL, "--preview_every=3", "--rehearse", f"--out={tmp_path / 'out'}")
+    ended = commands.succeed("sd_jax.sample", *model, *flags, devices=8)
+    assert "draws          5 images of 4x6, for 1 texts" in ended.out
     assert "compiling" not in ended.err and list(tmp_path.iterdir()) == []
 
 

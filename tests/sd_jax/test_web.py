@@ -22,8 +22,7 @@ def trained(tmp_path_factory):
         ("train_vae", (*tiny.VAE_FLAGS, f"--workdir={vae}")),
         ("train", (*tiny.FLAGS, of_vae, f"--workdir={run}", "--config.sample_every=3")),
     ):
-        ended = commands.run(f"sd_jax.{name}", *arguments, devices=1)
-        assert ended.code == 0, ended.err
+        commands.succeed(f"sd_jax.{name}", *arguments)
     return run
 
 
