@@ -18,6 +18,8 @@ from imagen_jax.unet import UNet
 from sd_jax import sampling
 from sd_jax import task as sd
 from sd_jax import unet as sd_unet
+from tests import written_runs
+from tests.changes import change
 from tests.imagen_jax.cases import ONE_LEVEL
 from tests.sd_jax import tiny
 
@@ -57,10 +59,7 @@ def imagen_model(**changes):
     c = quickstart.get_config()
     c.unet.update(ONE_LEVEL)
     c.text.update(width=32, max_tokens=6)
-    for name, value in changes.items():
-        group, _, field = name.partition("__")
-        c[group][field] = value
-    s = with_toy(imagen_settings.read_settings(c.to_dict()), Toy)
+    s = with_toy(imagen_settings.read_settings(change(c, changes).to_dict()), Toy)
     encoder = hashed.encoder(32, 6)
     return imagen.make_task(s, encoder), encoder.tokenize(CAPTIONS)
 
@@ -78,7 +77,7 @@ MODELS = {"imagen": imagen_model, "sd": sd_model}
 def train_and_sample(task, batch):
     """Return loss and gradient norm of a training step, images, and counts by noise level."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    params = tiny.random_params(task)
+    params = written_runs.random_params(task.init)
 
     @jax.jit
     def step(params, frozen, batch, keys):

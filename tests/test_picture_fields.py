@@ -22,6 +22,7 @@ from diffusion_jax.weights import finetune
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
 from sd_jax import task as sd
+from tests import written_runs
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
@@ -94,7 +95,7 @@ def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kin
         if kind == "unet":
             assert KEY in rehearse.rehearse(inputs, s.run, s.optimizer, mesh, tmp_path)
         task, batch = inputs.task, next(batches)
-    params = tiny.random_params(task)
+    params = written_runs.random_params(task.init)
     shares = batch[KEY] / 10
     np.testing.assert_allclose(batch["image"][:, 0, 0, 0] / 250, shares, atol=0.01)
 
@@ -144,7 +145,7 @@ def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, ki
     jax.tree.map(np.testing.assert_array_equal, others, expected)
 
     # A run that starts from weights without the field begins with the same outputs.
-    trained = tiny.random_params(plain)
+    trained = written_runs.random_params(plain.init)
     both = {**params, "params": {**trained["params"], KEY: params["params"][KEY]}}
     batch = jax.tree.map(jnp.asarray, without.batches.example())
     keys = training_noise.keys_of(1)
@@ -159,7 +160,7 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     inputs = prepared(s, "unet")
     inputs.batches.close()
     _, key, create, layout = loop.set_up(inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1))
-    weights = tiny.random_params(prepared(read_settings(folder, "unet", ()), "unet").task)
+    weights = written_runs.random_params(prepared(read_settings(folder, "unet", ()), "unet").task.init)
     state = loop.starting_state(tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights))
     started = dict(state.params["params"])
     assert not jnp.any(started.pop(KEY)["dense2"]["kernel"])
@@ -173,7 +174,7 @@ def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_f
     (tmp_path / runs.CHECKPOINTS).mkdir()
     inputs = prepared(read_settings(folder, "unet"), "unet")
     inputs.batches.close()
-    weights = tiny.random_params(inputs.task)
+    weights = written_runs.random_params(inputs.task.init)
     start = lambda *texts, rank=2: finetune.start(inputs.task, Lora(rank=rank), str(tmp_path), lambda: weights, texts)
     assert start("csv:aesthetic=0..10").base
     message = r"was trained with data\.fields aesthetic=0\.\.10, but data\.fields is aesthetic=0\.\.5"

@@ -14,6 +14,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import read_settings
+from tests.changes import change
 from tests.diffusion_jax import training_noise
 
 CAPTIONS = ["a red seven on gray paper", "a blue three on white paper"] * 32
@@ -26,10 +27,7 @@ def settings(**changes):
     c.diffusion.update(predicts="edm")
     c.sampler.update(threshold="none")
     c.text.drop_prob = 0.0
-    for name, value in changes.items():
-        group, _, field = name.rpartition("__")
-        c[group][field] = value
-    return read_settings(c.to_dict())
+    return read_settings(change(c, changes).to_dict())
 
 
 def seen_by(s, run):

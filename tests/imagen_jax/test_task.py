@@ -13,6 +13,8 @@ from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import read_settings
+from tests import written_runs
+from tests.changes import change
 from tests.diffusion_jax import training_noise
 from tests.imagen_jax.cases import ONE_LEVEL
 
@@ -27,21 +29,15 @@ def settings(**changes):
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
     c.data.update(source="diffusion_jax.examples.digits", text="txt")
     c.prompts = ("a red seven on gray paper",)
-    for name, value in changes.items():
-        group, _, field = name.rpartition("__")
-        (c[group] if group else c)[field] = value
-    return read_settings(c.to_dict())
+    return read_settings(change(c, changes).to_dict())
 
 
 @pytest.fixture(scope="module")
 def network():
     """Return (apply, params) of the tiny UNet, compiled once, with random parameters."""
     s = settings()
-    inputs = example_inputs(s.unet, s.text.width)
-    shapes = jax.eval_shape(lambda key: s.unet.init(key, **inputs), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
-    return jax.jit(s.unet.apply), jax.tree.map(draw, shapes)
+    init = lambda key: s.unet.init(key, **example_inputs(s.unet, s.text.width))
+    return jax.jit(s.unet.apply), written_runs.random_params(init)
 
 
 def with_network(s, apply):

@@ -13,6 +13,7 @@ from diffusion_jax.precache.moments import MomentOptions
 from diffusion_jax.task import to_range
 from diffusion_jax.text import hashed
 from sd_jax import precache, train
+from tests import written_runs
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
@@ -83,7 +84,7 @@ def test_training_batches_have_every_shape_with_finite_losses(vae, stored):
     with inputs.batches as batches:
         losses = {}
         loss = jax.jit(inputs.task.loss)
-        params = tiny.random_params(inputs.task)
+        params = written_runs.random_params(inputs.task.init)
         for batch in batches.examples():
             keys = training_noise.keys_of(len(batch["moments"]))
             value, _ = loss(params, inputs.task.frozen, batch, keys)

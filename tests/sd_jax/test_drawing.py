@@ -3,21 +3,18 @@
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax import runs
 from diffusion_jax.devices import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
 from sd_jax.settings import read_settings
 from sd_jax.weights import checkpoints, lora_files, opened, published
+from tests import written_runs
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
@@ -94,15 +91,7 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
-    sd_task = task.make_task(s, lookup.open_encoder(s.text), None)
-    tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    params = tiny.random_params(sd_task)
-    runs.claim(workdir, config.to_dict())
-    saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
-    state = init_state(params, tx, s.optimizer.ema_decays)
-    batches = SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
-    saved.save(0, state, batches, config.to_dict())
-    saved.close()
+    written_runs.write(workdir, config, read_settings, task.make_task(s, lookup.open_encoder(s.text), None).init)
     return workdir
 
 

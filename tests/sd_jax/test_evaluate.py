@@ -3,9 +3,7 @@
 import csv
 import json
 import shutil
-import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_weights
 from sd_jax import drawing, task
+from tests import written_runs
 from tests.sd_jax import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
@@ -40,10 +39,9 @@ def workdir(tmp_path_factory):
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     saved = checkpoint.Checkpointer(path / runs.CHECKPOINTS, keep_last=2)
     for step in STEPS:
-        params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(sd_task))
+        params = written_runs.random_params(sd_task.init, seed=step)
         state = init_state(params, tx, s.optimizer.ema_decays)
-        nothing = types.SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
-        saved.save(step, state._replace(step=jnp.int32(step)), nothing)
+        saved.save(step, state._replace(step=jnp.int32(step)), written_runs.Start())
     saved.close()
     return path
 

@@ -14,6 +14,7 @@ from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.precache import lookup
 from sd_jax import sampling, task
 from sd_jax.vae import VAE
+from tests import written_runs
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 from tests.sd_jax.test_sampling import SWAYED
@@ -245,7 +246,7 @@ def test_every_sampler_ends_at_the_point_of_a_one_point_distribution(name, steps
 
 def test_guidance_1_of_a_real_network_matches_the_conditional_model():
     sd_task, s = a_task(), tiny.settings()
-    params = tiny.random_params(sd_task)
+    params = written_runs.random_params(sd_task.init)
     encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": vae_params()}
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     keys = jax.random.split(jax.random.key(0), 4)

@@ -18,6 +18,7 @@ from launch.planner import tasks
 from sd_jax import drawing, textual_inversion, train
 from sd_jax.settings import read_settings
 from sd_jax.weights import names, opened, trained
+from tests.changes import change
 from tests.sd_jax import tiny
 
 WORD = "<cat>=d*3"
@@ -48,10 +49,7 @@ def config(published, pictures, **changes):
     c.optimizer.update(lr=0.1, warmup=0, weight_decay=0.0, ema_decays=(0.5,))
     c.data.update(source="folder", path=str(pictures))
     c.update(steps=4, batch_size=4, save_every=2)
-    for name, value in changes.items():
-        group, _, field = name.rpartition("__")
-        (c[group] if group else c)[field] = value
-    return c.to_dict()
+    return change(c, changes).to_dict()
 
 
 def run(workdir, config):

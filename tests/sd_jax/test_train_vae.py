@@ -16,6 +16,7 @@ from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import start, train_vae
 from sd_jax.weights import checkpoints, names, opened
+from tests.changes import change
 from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
@@ -27,10 +28,7 @@ def config(**changes):
     c.reconstruction.image_size = tiny.SIZE
     c.optimizer.update(warmup=5, lr=2e-3)
     c.update(steps=20, batch_size=8, log_every=1, sample_every=20, save_every=20)
-    for name, value in changes.items():
-        group, _, field = name.rpartition("__")
-        (c[group] if group else c)[field] = value
-    return c
+    return change(c, changes)
 
 
 def read(**changes):

@@ -1,13 +1,10 @@
 """A tiny Stable Diffusion model: config, VAE and weights that compile in seconds."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from configs import sd1_256_pretrain
 from sd_jax.settings import read_settings
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
+from tests.changes import change
 from tests.sd_jax.cases import vae_weights
 
 SIZE = 8
@@ -46,10 +43,7 @@ def config(vae="vae.safetensors", **changes):
     c.optimizer.update(warmup=3, lr=1e-3)
     c.data.update(source="diffusion_jax.examples.digits", path="", threads=1)
     c.update(steps=2, batch_size=8, sample_every=0, save_every=2, log_every=1)
-    for name, value in changes.items():
-        group, _, field = name.rpartition("__")
-        (c[group] if group else c)[field] = value
-    return c
+    return change(c, changes)
 
 
 def settings(vae="vae.safetensors", **changes):
@@ -68,11 +62,3 @@ def write_vae(path):
     vae = VAE(**VAE_FIELDS)
     checkpoints.save_file(checkpoints.Checkpoint(None, checkpoints.VAEPart(vae, vae_params()), []), path)
     return path
-
-
-def random_params(task):
-    """Return random parameters of a task's network. Its initial zeros would hide bugs."""
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
-    return jax.tree.map(draw, shapes)
