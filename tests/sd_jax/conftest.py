@@ -3,7 +3,6 @@
 import functools
 import shutil
 
-import numpy as np
 import pytest
 
 from diffusion_jax.text import clip
@@ -19,16 +18,15 @@ def published(tmp_path_factory):
 
 
 def _publish(folder):
-    from tests.sd_jax.weights.test_checkpoints import YAML, compvis  # Importing it takes seconds.
+    from tests.sd_jax.weights.test_checkpoints import compvis, written  # Importing it takes seconds.
 
-    np.savez(folder / "a.npz", **compvis())
+    file = written(folder / "a.npz", compvis())
     vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")
     (folder / "tokenizer").mkdir()
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(vocabulary / name, folder / "tokenizer" / name)
     (folder / "model_index.json").write_text('{"tokenizer": ["transformers", "CLIPTokenizer"]}')
-    (folder / "ldm.yaml").write_text(YAML)
-    read = checkpoints.load(folder / "a.npz", config=folder / "ldm.yaml")
+    read = checkpoints.load(file, config=folder / "ldm.yaml")
     checkpoints.save_diffusers(read, folder / "d", "v", tokenizer=folder)
 
 

@@ -16,7 +16,7 @@ from sd_jax.settings import read_settings
 from sd_jax.weights import checkpoints, lora_files, opened, published
 from tests import written_runs
 from tests.sd_jax import tiny
-from tests.sd_jax.weights.test_checkpoints import YAML, compvis
+from tests.sd_jax.weights.test_checkpoints import compvis, written
 
 VALUES = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
 PROMPTS = [*"abcdef"]  # Eight devices need two more, which repeat one of them.
@@ -119,12 +119,10 @@ def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     ],
 )
 def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_out, values, message):
-    state = compvis()
-    state = {n: w for n, w in state.items() if not n.startswith(left_out)}
-    np.savez(tmp_path / "a.npz", **state)
-    (tmp_path / "ldm.yaml").write_text(YAML)
+    state = {n: w for n, w in compvis().items() if not n.startswith(left_out)}
+    path = written(tmp_path / "a.npz", state)
     with pytest.raises(ValueError, match=re.escape(message)):
-        drawing.load(tmp_path / "a.npz", config=tmp_path / "ldm.yaml", **values, **VALUES)
+        drawing.load(path, config=tmp_path / "ldm.yaml", **values, **VALUES)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_text_encoder_is_an_error(published, tmp_path):

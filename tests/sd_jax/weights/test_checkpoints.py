@@ -21,6 +21,7 @@ from tests.sd_jax.cases import unet_weights, vae_weights
 
 WIDE = UNet(width=64, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,))
 SMALL_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
+FINAL = "text_model.final_layer_norm.bias"
 BUFFERS = {
     name: np.zeros(1)
     for name in (
@@ -90,10 +91,16 @@ def compvis(version="1.x"):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("compvis")
-    np.savez(path / "a.npz", **compvis())
-    np.savez(path / "b.npz", **compvis("2.x"))
-    (path / "ldm.yaml").write_text(YAML)
+    for name, version in (("a", "1.x"), ("b", "2.x")):
+        written(path / f"{name}.npz", compvis(version))
     checkpoints.save_diffusers(load(path / "a.npz"), path / "d", "v")
+    return path
+
+
+def written(path, state):
+    """Write a file of weights and the ldm.yaml beside it, and return the file's path."""
+    np.savez(path, **state)
+    path.with_name("ldm.yaml").write_text(YAML)
     return path
 
 
@@ -190,9 +197,7 @@ def test_the_report_of_a_vae_alone_says_that_its_scale_is_assumed(folder, tmp_pa
 
 def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
-    np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
-    (tmp_path / "ldm.yaml").write_text(YAML)
-    read = load(tmp_path / "a.npz")
+    read = load(written(tmp_path / "a.npz", state | {"cond_stage_model.bert.x": np.zeros(1)}))
     assert read.text is None
     assert read.report[2] == "text: arrays left out (1): they are not CLIP's"
 
@@ -296,25 +301,18 @@ def test_a_file_without_prefixes_holds_a_single_network(folder, tmp_path):
     [
         ({"model.diffusion_model.stray": np.zeros(1)}, "do not match the weights: missing stray; "),
         ({"first_stage_model.quant_conv.bias": None}, "missing keys (1): quant_conv.bias"),
-        (
-            {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
-            "missing keys (1): text_model.final_layer_norm.bias",
-        ),
+        ({f"cond_stage_model.transformer.{FINAL}": None}, f"missing keys (1): {FINAL}"),
         ({"cond_stage_model.transformer.text_model.stray": np.zeros(1)}, "keys left over (1): text_model.stray"),
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
         ({"diffusion_model.out.2.bias": np.zeros(4)}, "the key 'out.2.bias' occurs twice: keep"),
-        (
-            {"cond_stage_model.text_model.final_layer_norm.bias": np.zeros(24)},
-            "the key 'text_model.final_layer_norm.bias' occurs twice: keep one",
-        ),
+        ({f"cond_stage_model.{FINAL}": np.zeros(24)}, f"the key '{FINAL}' occurs twice: keep one"),
     ],
 )
 def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, message):
     state = {name: w for name, w in (compvis() | change).items() if w is not None}
-    np.savez(tmp_path / "a.npz", **state)
-    (tmp_path / "ldm.yaml").write_text(YAML)
+    path = written(tmp_path / "a.npz", state)
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(tmp_path / "a.npz")
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +324,9 @@ def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, me
     ],
 )
 def test_weights_of_another_network_are_an_error_also_with_a_config(tmp_path, name, message):
-    np.savez(tmp_path / "a.npz", **{name: np.zeros((4, 4))})
-    (tmp_path / "ldm.yaml").write_text(YAML)
+    path = written(tmp_path / "a.npz", {name: np.zeros((4, 4))})
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(tmp_path / "a.npz")
+        load(path)
 
 
 def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(folder, tmp_path):
@@ -340,10 +337,8 @@ def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(f
         "cond_stage_model_ema.x",
         "embedding_manager.y",
     ]
-    state = compvis() | {name: np.ones(1) for name in strays}
-    np.savez(tmp_path / "a.npz", **state, v_pred=np.zeros(0), ztsnr=np.zeros(0))
-    (tmp_path / "ldm.yaml").write_text(YAML)
-    read = load(tmp_path / "a.npz")
+    state = compvis() | dict.fromkeys(strays, np.ones(1)) | dict.fromkeys(("v_pred", "ztsnr"), np.zeros(0))
+    read = load(written(tmp_path / "a.npz", state))
     assert checkpoints.equal(read, load(folder / "a.npz"))
     assert read.predicts == "v" and read.scheduler == checkpoints.ddim(zero_snr=True)
     assert read.report[3:] == [
@@ -365,11 +360,10 @@ def test_the_markers_v_pred_and_ztsnr_are_obeyed_and_unused_arrays_are_counted(f
 
 def test_a_file_with_only_averages_can_be_loaded(folder, tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("model.diffusion_model.")}
-    np.savez(tmp_path / "a.npz", **state)
-    (tmp_path / "ldm.yaml").write_text(YAML)
-    assert checkpoints.equal(load(tmp_path / "a.npz"), load(folder / "a.npz"))
+    path = written(tmp_path / "a.npz", state)
+    assert checkpoints.equal(load(path), load(folder / "a.npz"))
     with pytest.raises(ValueError, match="holds only averages of the UNet: leave --ema=raw out"):
-        load(tmp_path / "a.npz", "raw")
+        load(path, "raw")
 
 
 @pytest.mark.parametrize("unet", [UNet(), UNet(num_heads=8, linear_projections=False)])
@@ -381,9 +375,7 @@ def test_dots_are_restored_in_names_of_averages(unet):
 
 def test_text_encoder_names_without_prefix_can_be_loaded(folder, tmp_path):
     state = {n.replace("transformer.text_model.", "transformer."): w for n, w in compvis().items()}
-    np.savez(tmp_path / "a.npz", **state)
-    (tmp_path / "ldm.yaml").write_text(YAML)
-    assert checkpoints.equal(load(tmp_path / "a.npz"), load(folder / "a.npz"))
+    assert checkpoints.equal(load(written(tmp_path / "a.npz", state)), load(folder / "a.npz"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])

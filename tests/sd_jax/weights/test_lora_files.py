@@ -22,6 +22,7 @@ KINDS = {
     "2.x": UNet(32, (1, 2), 1, (1,), num_heads=0, head_dim=32),
 }
 S = Lora(rank=3, alpha=2.0, targets="_attn/|res_?0?/conv1|skip|resample|init_conv")
+DOWN_UP = ("down", "up")
 TO_Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
@@ -66,39 +67,26 @@ def arrays(rank=2, out=64, width=64):
     return rng.normal(size=(rank, width)).astype("f4"), rng.normal(size=(out, rank)).astype("f4")
 
 
-LAYOUTS = {
-    "peft": (f"{TO_Q}.lora_A.weight", f"{TO_Q}.lora_B.weight"),
-    "lora.down": (f"{TO_Q}.lora.down.weight", f"{TO_Q}.lora.up.weight"),
-    "linear layers": (f"{TO_Q}.lora_linear_layer.down.weight", f"{TO_Q}.lora_linear_layer.up.weight"),
-    "processors": (f"{TO_Q[:-5]}.processor.to_q_lora.down.weight", f"{TO_Q[:-5]}.processor.to_q_lora.up.weight"),
-    "no prefix": (f"{TO_Q[5:-5]}.processor.to_q_lora.down.weight", f"{TO_Q[5:-5]}.processor.to_q_lora.up.weight"),
-    "kohya": (
-        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
-    ),
-    "kohya in LDM's names": (
-        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_up.weight",
-    ),
-    "ComfyUI": (
-        f"{TO_Q.replace('unet', 'diffusion_model')}.lora_A.weight",
-        f"{TO_Q.replace('unet', 'diffusion_model')}.lora_B.weight",
-    ),
+Q_OF_KOHYA = "mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+PAIRS = {  # {} stands for the name of a factor.
+    "peft": (f"{TO_Q}.lora_{{}}.weight", "AB"),
+    "lora.down": (f"{TO_Q}.lora.{{}}.weight", DOWN_UP),
+    "linear layers": (f"{TO_Q}.lora_linear_layer.{{}}.weight", DOWN_UP),
+    "processors": (f"{TO_Q[:-5]}.processor.to_q_lora.{{}}.weight", DOWN_UP),
+    "no prefix": (f"{TO_Q[5:-5]}.processor.to_q_lora.{{}}.weight", DOWN_UP),
+    "kohya": (f"lora_unet_{Q_OF_KOHYA}.lora_{{}}.weight", DOWN_UP),
+    "kohya in LDM's names": ("lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_{}.weight", DOWN_UP),
+    "ComfyUI": (f"{TO_Q.replace('unet', 'diffusion_model')}.lora_{{}}.weight", "AB"),
     "ComfyUI in LDM's names": (
-        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_down.weight",
-        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_up.weight",
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_{}.weight",
+        DOWN_UP,
     ),
-    "LyCORIS": (
-        "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
-    ),
-    "LyCORIS unet": (
-        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
-        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight",
-    ),
-    "another adapter's name": (f"{TO_Q}.lora_A.cat.weight", f"{TO_Q}.lora_B.cat.weight"),
-    "a name with hyphens": (f"{TO_Q}.lora_A.a-cat 2.weight", f"{TO_Q}.lora_B.a-cat 2.weight"),
+    "LyCORIS": (f"lycoris_{Q_OF_KOHYA}.lora_{{}}.weight", DOWN_UP),
+    "LyCORIS unet": (f"lycoris_unet_{Q_OF_KOHYA}.lora_{{}}.weight", DOWN_UP),
+    "another adapter's name": (f"{TO_Q}.lora_{{}}.cat.weight", "AB"),
+    "a name with hyphens": (f"{TO_Q}.lora_{{}}.a-cat 2.weight", "AB"),
 }
+LAYOUTS = {layout: tuple(map(name.format, factors)) for layout, (name, factors) in PAIRS.items()}
 
 
 def q_of(checkpoint):
