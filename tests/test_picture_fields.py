@@ -17,10 +17,12 @@ from diffusion_jax.config import picture_fields
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
+from diffusion_jax.text import registry
 from diffusion_jax.train import loop, rehearse
 from diffusion_jax.weights import finetune
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
+from imagen_jax.conditioning import example_inputs
 from sd_jax import task as sd
 from tests import written_runs
 from tests.diffusion_jax import training_noise
@@ -30,16 +32,10 @@ SIZE, NUM = 8, 16
 KEY = "field_aesthetic"
 SMALL = {"channel_mult": (1,), "num_res_blocks": 1, "attention_resolutions": (), "cond_dim": 32}
 NETWORKS = {
-    "unet": {"embed_dim": 32, "head_dim": 32, **SMALL},
-    "efficient": {
-        "embed_dim": 32,
-        "head_dim": 32,
-        "channel_mult": (1, 1),
-        "num_res_blocks": (1, 1),
-        "attention_levels": (),
-    },
-    "magnitude": {"embed_dim": 32, "head_dim": 32, **SMALL},
-    "transformer": {"embed_dim": 32, "head_dim": 32, "patch": 4, "depth": 1, "bottleneck": 8},
+    "unet": SMALL,
+    "efficient": {"channel_mult": (1, 1), "num_res_blocks": (1, 1), "attention_levels": ()},
+    "magnitude": SMALL,
+    "transformer": {"patch": 4, "depth": 1, "bottleneck": 8},
 }
 KINDS = [*NETWORKS, "sd"]
 
@@ -65,8 +61,8 @@ def read_settings(folder, kind, named=("aesthetic=0..10",), **sampler):
         c.unet.norm_groups = 8  # With one channel per group, the norm would remove the embedding.
     else:
         c = quickstart.get_config()
-        unet = {"kind": kind, "image_size": SIZE, "dtype": "float32", **NETWORKS[kind]}
-        c.unet = type(c)(unet)
+        widths = {"image_size": SIZE, "embed_dim": 32, "head_dim": 32}
+        c.unet = type(c)({"kind": kind, "dtype": "float32", **widths, **NETWORKS[kind]})
         c.text.update(width=32, max_tokens=6)
         if kind == "efficient":
             c.super_resolution = {"factor": 2}
@@ -195,17 +191,9 @@ def test_other_ranges_of_fields_are_an_error_for_a_lora_and_a_warning_for_full_f
 
 def test_an_unknown_argument_of_a_network_is_an_error(folder):
     s = read_settings(folder, "unet", ())
+    inputs = example_inputs(s.unet, s.text.width) | {"score": jnp.zeros((1, 2))}
     with pytest.raises(TypeError, match="the network has no argument 'score'"):
-        jax.eval_shape(
-            lambda: s.unet.init(
-                jax.random.key(0),
-                jnp.zeros((1, 8, 8, 3)),
-                jnp.zeros(1),
-                jnp.zeros((1, 1, 32)),
-                jnp.ones((1, 1), bool),
-                score=jnp.zeros((1, 2)),
-            )
-        )
+        jax.eval_shape(lambda: s.unet.init(jax.random.key(0), **inputs))
 
 
 @pytest.mark.parametrize("system", ["imagen", "sd"])
@@ -238,7 +226,5 @@ def test_the_planner_counts_the_parameters_of_a_named_field(folder):
         s = read_settings(folder, kind)
         inputs = prepared(s, kind)
         inputs.batches.close()
-        from diffusion_jax.text import registry
-
         task, _ = module.example(s, registry.make_encoder(s.text))
         assert KEY in jax.eval_shape(task.init, jax.random.key(0))["params"]

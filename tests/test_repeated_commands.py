@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from configs import quickstart
 from diffusion_jax import averages, pack, runs
@@ -19,10 +18,9 @@ from diffusion_jax.data.sources.webdataset import open_tars
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.weights import restore
-from imagen_jax.settings import read_settings
-from imagen_jax.weights import convert, nemo
+from imagen_jax.weights import convert
+from tests.campaign import subjects
 from tests.imagen_jax import commands
-from tests.imagen_jax.cases import random_weights
 
 MOMENTS, KILLED = 10, 9
 WRITES = os.O_WRONLY | os.O_RDWR
@@ -126,11 +124,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    s = read_settings(tiny().to_dict())
-    state = random_weights(s.unet, s.text.width)
-    arrays = {nemo.PREFIX + name: np.ascontiguousarray(array) for name, array in state.items()}
-    safetensors.numpy.save_file(arrays, folder / "nemo.safetensors")
-    convert.to_workdir(folder / "nemo.safetensors", tiny(), folder / "run")
+    convert.to_workdir(subjects.nemo_weights(folder / "nemo.safetensors"), tiny(), folder / "run")
     digits.write_examples(folder / "digits.tar", 10, size=8, format="webdataset")
     return folder
 

@@ -48,6 +48,7 @@ SCORED = (
     f"--config.heldout.every={STEPS // 2}",
     "--config.heldout.records=8",
 )
+SWEEP = ("--guidance=1,3", "--name=sweep", "--batch_size=32", "--num_heldout=1")
 Result = Mapping[str, bytes]
 
 
@@ -95,31 +96,18 @@ def every(inputs: pathlib.Path):
     with slow_server() as (url, sums), emulators.running() as stores, mock.patch.dict(os.environ, stores):
         (inputs / "sums").write_text(sums)
         digit_run = ("train", *TINY, f"--config.steps={STEPS}", "--config.save_every=2")
-        tar_run = (*digit_run, "--config.data.source=webdataset", f"--config.data.path={broken}")
+        tar_run = (*digit_run, *data_flags("webdataset", broken, "txt"))
+        judge_flags = (f"--data=webdataset:{judged}::txt", "--seen=256")
+        sums_flags = (f"--url={url}/{{a,b,c}}.bin", f"--sums={inputs}/sums")
         run = lambda arguments: lambda out: (*arguments, f"--workdir={out}/run")
         yield (
             {
                 "training": Subject(run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True),
                 "training on a table": Subject(
-                    run(
-                        (
-                            *digit_run,
-                            "--config.data.source=huggingface",
-                            f"--config.data.path={table}",
-                            "--config.data.text=caption",
-                        )
-                    ),
-                    run_result,
-                    damages.of_table(table),
+                    run((*digit_run, *data_flags("huggingface", table, "caption"))), run_result, damages.of_table(table)
                 ),
                 "a judge": Subject(
-                    lambda out: (
-                        "diffusion_jax.metrics",
-                        "train_judge",
-                        f"--out={out}/judge",
-                        f"--data=webdataset:{judged}::txt",
-                        "--seen=256",
-                    ),
+                    lambda out: ("diffusion_jax.metrics", "train_judge", f"--out={out}/judge", *judge_flags),
                     lambda out: contents(out / "judge", "*.safetensors"),
                 ),
                 "training on broken records": Subject(
@@ -152,26 +140,13 @@ def every(inputs: pathlib.Path):
                     verify=("--verify",),
                 ),
                 "a sweep": Subject(
-                    lambda out: (
-                        "evaluate",
-                        f"--workdir={out}/run",
-                        "--guidance=1,3",
-                        "--name=sweep",
-                        "--batch_size=32",
-                        "--num_heldout=1",
-                    ),
+                    lambda out: ("evaluate", f"--workdir={out}/run", *SWEEP),
                     sweep_result,
                     damages.files("run/evaluation/sweep", "**/images_*.npz"),
                     begin=lambda out: damages.copy(trained, out / "run"),
                 ),
                 "a download": Subject(
-                    lambda out: (
-                        "diffusion_jax.data.prepare",
-                        "fetch",
-                        f"--url={url}/{{a,b,c}}.bin",
-                        f"--sums={inputs}/sums",
-                        f"--out={out}/files",
-                    ),
+                    lambda out: ("diffusion_jax.data.prepare", "fetch", *sums_flags, f"--out={out}/files"),
                     lambda out: contents(out / "files", "*.bin"),
                     damages.files("files", ".*.part"),
                 ),
@@ -310,16 +285,23 @@ def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
     return ("--config=configs/quickstart.py", *fields, *store)
 
 
+def data_flags(source: str, path: pathlib.Path, text: str) -> tuple[str, ...]:
+    """Return the flags of training on a data source."""
+    return f"--config.data.source={source}", f"--config.data.path={path}", f"--config.data.text={text}"
+
+
 def moment_flags(images: pathlib.Path, vae: pathlib.Path) -> tuple[str, ...]:
     """Return the flags of moments of a tiny VAE."""
     c = tiny.config(vae, data__source="webdataset", data__path=str(images))
-    vae_flags = [f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")]
-    unet = ("width", "channel_mult", "num_res_blocks", "attention_levels", "num_heads", "head_dim")
-    vae_flags += [f"--config.unet.{name}={c.unet[name]}" for name in unet]
-    vae_flags += [f"--config.latents.image_size={c.latents.image_size}"]
-    vae_flags += [f"--config.data.{name}={c.data[name]}" for name in ("source", "path", "threads")]
-    vae_flags += [f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")]
-    return ("--config=configs/sd1_256_pretrain.py", *vae_flags, "--shard_images=8", "--batch=4")
+    fields = {
+        "vae": (*tiny.VAE_FIELDS, "weights", "dtype"),
+        "unet": ("width", "channel_mult", "num_res_blocks", "attention_levels", "num_heads", "head_dim"),
+        "latents": ("image_size",),
+        "data": ("source", "path", "threads"),
+        "text": ("encoder", "width", "weights"),
+    }
+    flags = [f"--config.{group}.{name}={c[group][name]}" for group, names in fields.items() for name in names]
+    return ("--config=configs/sd1_256_pretrain.py", *flags, "--shard_images=8", "--batch=4")
 
 
 def nemo_weights(path: pathlib.Path) -> pathlib.Path:

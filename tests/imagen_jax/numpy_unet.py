@@ -37,7 +37,7 @@ EFFICIENT_DEFAULTS = DEFAULTS | dict(
 
 def forward(config, weights, **inputs):
     """Return the output [B, 3, H, W] of the network that a NeMo config describes."""
-    net = _Weights(weights)
+    net = Weights(weights)
     regular = config.get("unet_type", "base") != "sr"
     o = (DEFAULTS if regular else EFFICIENT_DEFAULTS) | config["unet"]
     y = (_regular if regular else _efficient)(net, o, *_conditions(net, o, **inputs))
@@ -128,7 +128,7 @@ def _regular(net, o, x, e, context, text_mask):
     return conv(net / "out.2", silu(group_norm(net / "out.0", h)))
 
 
-class _Weights:
+class Weights:
     """The part of a state dict under a prefix, which records which arrays were read."""
 
     def __init__(self, arrays, prefix="", read=None):
@@ -136,7 +136,7 @@ class _Weights:
         self.read = set() if read is None else read
 
     def __truediv__(self, name):
-        return _Weights(self.arrays, f"{self.prefix}{name}.", self.read)
+        return Weights(self.arrays, f"{self.prefix}{name}.", self.read)
 
     def __getitem__(self, name):
         self.read.add(self.prefix + name)
@@ -150,17 +150,18 @@ class _Weights:
 
 
 def linear(p, x):
-    return x @ p["weight"].reshape(p["weight"].shape[:2]).T + p["bias"]
+    y = x @ p["weight"].reshape(p["weight"].shape[:2]).T
+    return y + p["bias"] if "bias" in p else y
 
 
 def conv1x1(p, x):
     return np.moveaxis(linear(p, np.moveaxis(x, 1, -1)), -1, 1)
 
 
-def conv(p, x, stride=1):
+def conv(p, x, stride=1, pad=None):
     w = p["weight"]
     k = w.shape[-1]
-    pad = (k - 1) // 2  # 1 for kernels of size 3 and 4.
+    pad = (k - 1) // 2 if pad is None else pad  # 1 for kernels of size 3 and 4.
     x = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     windows = np.lib.stride_tricks.sliding_window_view(x, (k, k), axis=(2, 3))
     y = np.tensordot(windows[:, :, ::stride, ::stride], w, ((1, 4, 5), (1, 2, 3)))
@@ -186,15 +187,19 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def gelu(x):
+    return x * (1 + erf(x / np.sqrt(2))) / 2
+
+
 def softmax(x):
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
 
 
-def group_norm(p, x):
-    groups = x.reshape(len(x), 32, -1)
+def group_norm(p, x, number=32, eps=1e-5):
+    groups = x.reshape(len(x), number, -1)
     groups = groups - groups.mean(-1, keepdims=True)
-    groups = groups / np.sqrt((groups**2).mean(-1, keepdims=True) + 1e-5)
+    groups = groups / np.sqrt((groups**2).mean(-1, keepdims=True) + eps)
     column = (-1,) + (1,) * (x.ndim - 2)
     return groups.reshape(x.shape) * p["weight"].reshape(column) + p["bias"].reshape(column)
 
@@ -300,8 +305,7 @@ def stacked_attention(p, x, context, mask, head_dim):
     h = self_attention(p / "self_attention_block", h, context, mask, head_dim)
     h = cross_attention(p / "cross_attention_block", h, context, mask, head_dim)
     value, gate = np.split(conv1x1(p / "ff.net.0.proj", group_norm(p / "ff.norm", h)), 2, axis=1)
-    gate = gate * (1 + erf(gate / np.sqrt(2))) / 2
-    return x + conv1x1(p / "proj_out", h + conv1x1(p / "ff.net.2", value * gate))
+    return x + conv1x1(p / "proj_out", h + conv1x1(p / "ff.net.2", value * gelu(gate)))
 
 
 ATTENTION = {"self": self_attention, "cross": cross_attention, "fused": fused_attention, "stacked": stacked_attention}

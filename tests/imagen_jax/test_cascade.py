@@ -163,10 +163,7 @@ def test_a_later_stage_can_start_from_pictures_on_disk(trained, drawn, enlarger,
     ("stages", "message"),
     [
         ("base base", "{base} is a base model, which enlarges nothing"),
-        (
-            "larger larger",
-            "{larger} draws images of 64 pixels, but {larger} enlarges images of 16 pixels to 64: add a ",
-        ),
+        ("larger larger", "{larger} draws images of 64 pixels, but {larger} enlarges images of 16 pixels to 64: add"),
         ("base other", "{other}"),
     ],
 )

@@ -43,20 +43,8 @@ def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained)
     assert scores["fd_digits"] == float(rows[1]["fd_digits"])
     assert (card["images_seen"], card["images_heldout"], card["n"]) == (272, 18, 290)
     assert card["judge_accuracy_on_real"] > 0.98
-    assert (
-        card.items()
-        >= {
-            "extractor": "digits",
-            "image_size": "16x16",
-            "seed": 0,
-            "sampler": "ddim",
-            "steps": "2",
-            "guidance": 3.0,
-            "checkpoint": step,
-            "ema": "ema",
-            "precision": "float32",
-        }.items()
-    )
+    sampled = {"sampler": "ddim", "steps": "2", "guidance": 3.0, "seed": 0, "image_size": "16x16", "ema": "ema"}
+    assert card.items() >= {"extractor": "digits", "checkpoint": step, "precision": "float32", **sampled}.items()
     assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
@@ -79,13 +67,6 @@ def test_the_scores_are_in_metrics_jsonl_tensorboard_and_the_log(evaluated):
     np.testing.assert_array_equal(Image.open(io.BytesIO(png)), curve)
     assert f"all right, prompts seen {100 * float(rows[1]['seen_prompt_accuracy']):.4g} % (" in err
     assert "290/290 images | " in err
-
-
-def test_evaluate_writes_pictures_of_the_curve_and_the_sheets(evaluated):
-    for name in ("curve.png", "guidance_1.png", "guidance_3.png"):
-        picture = np.asarray(Image.open(evaluated[0] / name).convert("L"))
-        assert min(picture.shape) > 300
-        assert picture.std() > 5
 
 
 def test_report_html_shows_the_sweep_and_the_training(evaluated, trained):

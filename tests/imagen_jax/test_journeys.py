@@ -95,34 +95,27 @@ def root(tmp_path_factory):
     (root / "precached").mkdir()
     tar_files.write(root / "precached" / "t0_r0_0.tar", records)
     (root / "prompts.txt").write_text("\n".join(sorted(set(texts.values()))[:4]) + "\n")
-    run(
-        "diffusion_jax.data",
-        "attach",
-        str(root / "images"),
-        "--column=t5",
-        f"--from={root / 'precached'}",
-        f"--out={root / 'joined'}",
-    )
+    joined = ("--column=t5", f"--from={root / 'precached'}", f"--out={root / 'joined'}")
+    run("diffusion_jax.data", "attach", root / "images", *joined)
     return root
 
 
 @pytest.fixture(scope="module")
 def base(root):
     """A run of base64_500m on stored embeddings, without a text encoder."""
-    run(
-        "train",
-        *BASE,
-        f"--config.data.path={root / 'joined'}",
-        "--config.data.text=t5.npy",
-        f"--workdir={root / 'base'}",
-    )
+    run("train", *BASE, *data_of(root), f"--workdir={root / 'base'}")
     return root / "base"
 
 
 @pytest.fixture(scope="module")
 def enlarger(root):
-    run("train", *SR, f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--workdir={root / 'sr'}")
+    run("train", *SR, *data_of(root), f"--workdir={root / 'sr'}")
     return root / "sr"
+
+
+def data_of(root):
+    """Return the flags of the pictures and embeddings in joined/."""
+    return f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy"
 
 
 def losses(workdir):
@@ -169,16 +162,8 @@ def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, en
         assert one.shape == (64, 64, 3) and abs(one - other).max() <= 1
     clip = tiny_weights.clip_folder(root / "clip", "open_clip")
     reference, inception = judges(root)
-    run(
-        "evaluate",
-        *both,
-        "--guidance=1,3",
-        f"--prompts={root / 'prompts.txt'}",
-        "--num_prompts=4",
-        f"--clip={clip}",
-        f"--reference={reference}",
-        f"--inception={inception}",
-    )
+    prompts = ("--guidance=1,3", f"--prompts={root / 'prompts.txt'}", "--num_prompts=4")
+    run("evaluate", *both, *prompts, f"--clip={clip}", f"--reference={reference}", f"--inception={inception}")
     (folder,) = (base / runs.EVALUATION).iterdir()
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -199,15 +184,8 @@ def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     state = {nemo.PREFIX + n: a for n, a in random_weights(s.unet, s.text.width).items()}
     np.savez(root / "nemo.npz", **state)
     workdir = root / "converted"
-    err = run(
-        "imagen_jax.weights",
-        "convert",
-        f"--from={root / 'nemo.npz'}",
-        *BASE,
-        f"--config.data.path={root / 'joined'}",
-        "--config.data.text=t5.npy",
-        f"--to={workdir}",
-    )
+    own = (*BASE, *data_of(root))
+    err = run("imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *own, f"--to={workdir}")
     assert re.search(r"parameters \(raw, 0\.1\) and verified them bit by bit", err)
     out = f"--out={root / 'none'}"
     for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
@@ -215,7 +193,7 @@ def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     weights_flag = f"--text_weights={root / 't5'}"
     run("sample", f"--workdir={workdir}", weights_flag, f"--prompt={PROMPT}", f"--out={root / 'p_nemo'}")
     assert np.std(pixels(root / "p_nemo")) > 1
-    run("train", *BASE, f"--config.data.path={root / 'joined'}", "--config.data.text=t5.npy", f"--workdir={workdir}")
+    run("train", *own, f"--workdir={workdir}")
     assert np.isfinite(losses(workdir)).all()
 
 
@@ -223,11 +201,6 @@ def judges(root):
     """Write statistics of real pictures, and stand-in weights for Inception."""
     safetensors.numpy.save_file(standin.state(), root / "inception.safetensors")
     digits.write_examples(root / "real", 8, size=64)
-    run(
-        "diffusion_jax.metrics",
-        "stats",
-        f"--images={root / 'real'}",
-        f"--out={root / 'real.npz'}",
-        f"--weights={root / 'inception.safetensors'}",
-    )
+    flags = (f"--images={root / 'real'}", f"--out={root / 'real.npz'}", f"--weights={root / 'inception.safetensors'}")
+    run("diffusion_jax.metrics", "stats", *flags)
     return root / "real.npz", root / "inception.safetensors"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import quickstart
 from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.settings import read_settings
@@ -19,6 +20,8 @@ from tests.sd_jax import test_task as sd
 from tests.sd_jax import tiny
 
 METHOD = "meanflow(omega={omega}, kappa={kappa}, every=1)"
+FLOW = {"diffusion__predicts": "flow", "sampler__name": "ddim"}
+TRAINED = FLOW | {"diffusion__noise": "logit_normal"}
 
 
 def network(params, x, time, text, text_mask=None):
@@ -67,12 +70,7 @@ def check(training_task, frozen, batch, keys, inputs, guidance):
 @pytest.mark.parametrize("guidance", [(1.0, 0.0), (0.4, 0.8)])
 def test_imagens_meanflow_loss_matches_the_paper(guidance):
     omega, kappa = guidance
-    s = imagen.settings(
-        diffusion__predicts="flow",
-        diffusion__noise="logit_normal",
-        sampler__name="ddim",
-        diffusion__method=METHOD.format(omega=omega, kappa=kappa),
-    )
+    s = imagen.settings(**TRAINED, diffusion__method=METHOD.format(omega=omega, kappa=kappa))
     encoder = lookup.open_encoder(s.text)
     batch, keys = imagen.a_batch(encoder), training_noise.keys_of(4)
     training_task = task.make_task(imagen.with_network(s, network), encoder)
@@ -91,13 +89,8 @@ def two_levels(keys):
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
 def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
-    s = tiny.settings(
-        diffusion__predicts="flow",
-        diffusion__noise="logit_normal",
-        conditioning__drop_to=drop_to,
-        sampler__name="ddim",
-        diffusion__method=METHOD.format(omega=2, kappa=0.0),
-    )
+    method = METHOD.format(omega=2, kappa=0.0)
+    s = tiny.settings(**TRAINED, conditioning__drop_to=drop_to, diffusion__method=method)
     hashed = lookup.open_encoder(s.text)
     encode = lambda frozen, batch: (hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None], None)
     encoder = hashed._replace(encode=encode)
@@ -116,14 +109,8 @@ def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_each_sampling_step_follows_the_mean_velocity(steps):
-    s = imagen.settings(
-        diffusion__predicts="flow",
-        diffusion__method=METHOD.format(omega=2, kappa=0.0),
-        sampler__name="ddim",
-        sampler__steps=steps,
-        sampler__grid="karras",
-        sampler__sigma_min=1.0,
-    )
+    steps_to_1 = {"sampler__steps": steps, "sampler__grid": "karras", "sampler__sigma_min": 1.0}
+    s = imagen.settings(**FLOW, **steps_to_1, diffusion__method=METHOD.format(omega=2, kappa=0.0))
     encoder = lookup.open_encoder(s.text)
     batch = encoder.tokenize(imagen.CAPTIONS)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
@@ -147,15 +134,8 @@ def test_meanflow_rejects_samplers_other_than_deterministic_ddim_steps(sampler):
 
 
 def test_stable_diffusion_samples_along_the_mean_velocity():
-    s = tiny.settings(
-        diffusion__predicts="flow",
-        diffusion__noise="lognormal",
-        sampler__name="ddim",
-        diffusion__method="meanflow",
-        sampler__steps=1,
-        sampler__grid="karras",
-        sampler__sigma_max=40.0,
-    )
+    one_step = {"sampler__steps": 1, "sampler__grid": "karras", "sampler__sigma_max": 40.0}
+    s = tiny.settings(**FLOW, **one_step, diffusion__noise="lognormal", diffusion__method="meanflow")
     s = sd.with_network(s, network)._replace(vae=sd.PlainVAE(**tiny.VAE_FIELDS))
     encoder = lookup.open_encoder(s.text)
     batch = sampling.prompts(encoder, sd.CAPTIONS, "")
@@ -179,7 +159,7 @@ def test_the_weight_min_snr_needs_its_limit(read):
 
 
 def test_loss_settings_that_meanflow_ignores_are_errors():
-    c = imagen.quickstart.get_config()
+    c = quickstart.get_config()
     c.diffusion.method = "meanflow"
     with pytest.raises(ValueError, match=r"whose own loss ignores .*: set them to l2 and none"):
         read_settings(c.to_dict())

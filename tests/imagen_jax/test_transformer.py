@@ -227,8 +227,7 @@ def test_bfloat16_is_within_5_percent_and_returns_float32():
         (dict(head_dim=5), "unet.head_dim 5 does not divide the width 32"),
         (
             dict(embed_dim=36, head_dim=4),
-            "unet.embed_dim is 36: it must be a multiple of 8, because the time is embedded in "
-            "embed_dim / 4 channels, in pairs of a cosine and a sine",
+            "unet.embed_dim is 36: it must be a multiple of 8, because the time is embedded",
         ),
         (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),

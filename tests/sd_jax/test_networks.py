@@ -125,7 +125,7 @@ def test_sizes_that_cannot_be_halved_are_errors():
         (UNet(attention_impl="cudnn"), "needs a 16-bit dtype, but unet.dtype is float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
-            "unet.head_dim 4 gives width 4: change unet.head_dim",
+            "unet.head_dim 4 gives width 4: change unet.head",
         ),
         (VAE(width=48), "vae.width * 1 is 48: it must be a multiple of 32"),
         (VAE(num_res_blocks=0), "vae.num_res_blocks is 0 and vae.latent_channels is 4: both"),

@@ -163,7 +163,7 @@ SR = SR256_600M | {"preconditioning_type": "EDM"}
         ({"preconditioning_type": "DDPM"}, "diffusion.predicts: 'edm' in the config, 'ddpm' in "),
         (
             {"unet": SR["unet"] | {"skip_connection_scaling": False}},
-            "unet.scale_skips: True in the config, False in the file",
+            "unet.scale_skips: True in the config, False in the",
         ),
         ({"unet": SR["unet"] | {"per_head_channels": 32}}, "unet.head_dim: 64 in the config, 32 in"),
     ],
