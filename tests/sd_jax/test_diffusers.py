@@ -94,6 +94,18 @@ def test_a_directory_saved_by_diffusers_is_read_and_written_without_changes(fold
     assert configs[0] == configs[1]
 
 
+COMMON = {"negative_prompt": "b", "height": 32, "width": 48}
+VALUES = {"guidance": 3.0, **COMMON}
+
+
+def difference(ours, pipeline, prompt, noise, steps):
+    """Return the largest difference to a picture of the pipeline from the same noise."""
+    values = {"num_inference_steps": steps, "guidance_scale": 3.0, **COMMON}
+    latents = torch.from_numpy(noise.transpose(0, 3, 1, 2).copy())
+    theirs = pipeline(prompt, latents=latents, output_type="np", **values).images
+    return np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+
+
 OFFSET = {"timestep_spacing": "leading", "steps_offset": 1}
 KARRAS = {"use_karras_sigmas": True}
 SCHEDULERS = {
@@ -123,14 +135,10 @@ def test_the_scheduler_in_a_directory_chooses_our_sampler_with_equal_images(
     scheduler.save_pretrained(tmp_path / "d" / "scheduler")
     rng = np.random.default_rng(1)
     noise, draws = rng.standard_normal((2, 8, 1, 8, 12, 4), np.float32)
-    monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise",
-        lambda keys, shape, sigma: sigma * noise[0].repeat(len(keys), 0),
-    )
+    written_models.start_from(noise[0], monkeypatch)
     rows = lambda keys, shape: lambda i: jnp.asarray(draws)[i].repeat(len(keys), 0)
     monkeypatch.setattr("diffusion_jax.diffusion.samplers.gaussian_noise", rows)
-    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
-    model = drawing.load(tmp_path / "d", **values)
+    model = drawing.load(tmp_path / "d", steps=5, **VALUES)
     assert model.stages[0].settings.sampler.name == sampler + "_v" * (sampler == "plms" and version == "2.x")
     ((ours,),) = model.batches(["a c d"], [0], [0])
     left = iter(draws.transpose(0, 1, 4, 2, 3).copy())
@@ -138,17 +146,7 @@ def test_the_scheduler_in_a_directory_chooses_our_sampler_with_equal_images(
         sys.modules[kind.__module__], "randn_tensor", lambda *_, **__: torch.from_numpy(next(left)), raising=False
     )
     monkeypatch.setattr(pipeline, "scheduler", kind.from_pretrained(tmp_path / "d" / "scheduler"))
-    theirs = pipeline(
-        "a c d",
-        negative_prompt="b",
-        height=32,
-        width=48,
-        num_inference_steps=5,
-        guidance_scale=3.0,
-        latents=torch.from_numpy(noise[0].transpose(0, 3, 1, 2).copy()),
-        output_type="np",
-    ).images
-    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    error = difference(ours, pipeline, "a c d", noise[0], 5)
     print(f"{name}: {error:.2e}")
     assert error < 1e-4  # For pixels between 0 and 1.
 
@@ -180,26 +178,15 @@ def test_every_format_that_diffusers_saves_can_be_loaded(folder, pipeline, tmp_p
         jax.tree.map(np.testing.assert_array_equal, ours.params, expected)
 
 
-def difference(ours, pipeline, prompt, noise, steps):
-    """Return the largest difference to a picture of the pipeline from the same noise."""
-    values = {"negative_prompt": "b", "height": 32, "width": 48, "num_inference_steps": steps, "guidance_scale": 3.0}
-    latents = torch.from_numpy(noise.transpose(0, 3, 1, 2).copy())
-    theirs = pipeline(prompt, latents=latents, output_type="np", **values).images
-    return np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
-
-
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
 def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampler, monkeypatch):
     """Takes five steps from the same noise, at guidance 3, with a negative prompt."""
-    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
     # PLMS of diffusers averages v of several times, which is not a prediction of one time. So
     # the models are compared as predictors of eps.
     predicts = "eps" if sampler == "plms" else None
-    model = drawing.load(folder, prediction=predicts, sampler=sampler, **values)
+    model = drawing.load(folder, prediction=predicts, sampler=sampler, steps=5, **VALUES)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
-    monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
-    )
+    written_models.start_from(noise, monkeypatch)
     ((ours,),) = model.batches(["a c d"], [0], [0])
     scheduler = {"ddim": diffusers.DDIMScheduler, "plms": diffusers.PNDMScheduler}[sampler]
     changes = {"skip_prk_steps": True} | ({"prediction_type": "epsilon"} if predicts else {})
@@ -220,11 +207,8 @@ def test_the_tokenizers_files_in_a_directory_decide_its_padding(folder, tmp_path
     pipeline.tokenizer.model_max_length = 16
     assert pipeline.tokenizer.pad_token == pad
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
-    monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
-    )
-    values = {"steps": 3, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
-    model = drawing.load(tmp_path / "d", sampler="ddim", **values)
+    written_models.start_from(noise, monkeypatch)
+    model = drawing.load(tmp_path / "d", sampler="ddim", steps=3, **VALUES)
     ((ours,),) = model.batches(["a &amp; d"], [0], [0])
     scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config)
     monkeypatch.setattr(pipeline, "scheduler", scheduler)

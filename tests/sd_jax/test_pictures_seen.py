@@ -51,10 +51,7 @@ def draw(folders, monkeypatch):
 
     It draws over the picture of the saved case, from its noise.
     """
-    noise = jnp.asarray(saved()["noise"].transpose(0, 2, 3, 1))
-    monkeypatch.setattr(
-        "diffusion_jax.diffusion.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
-    )
+    written_models.start_from(jnp.asarray(saved()["noise"].transpose(0, 2, 3, 1)), monkeypatch)
 
     def drawn(channels, mask=None, path=None, strength=1.0, **values):
         pictures = input_pictures.opened(

@@ -30,3 +30,9 @@ def write(path, unet, predicts=None, tokenizer=None, *, text="1.x", vae=SMALL_VA
     read = checkpoints.load(file, config=config)
     checkpoints.save_diffusers(read, path, predicts, tokenizer=tokenizer)
     return path
+
+
+def start_from(noise, monkeypatch):
+    """Let all samplers start from this standard normal noise [1, H, W, C], for every key."""
+    start = lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0)
+    monkeypatch.setattr("diffusion_jax.diffusion.samplers.initial_noise", start)
