@@ -63,6 +63,13 @@ def test_transparent_pixels_become_white_in_a_picture_and_black_in_a_mask():
         input_pictures.upright(image, "L", "mask")
 
 
+def test_a_pixel_is_redrawn_if_any_part_of_it_is_white_in_the_mask():
+    mask = Image.fromarray(np.array([[0, 0, 0, 0, 0, 255], [0, 127, 0, 128, 255, 255]], np.uint8))
+    inputs = input_pictures.opened(np.zeros((2, 6, 3), np.uint8), mask)
+    assert inputs is not None
+    assert inputs.at((3, 1), 2)[input_pictures.MASK].tolist() == 2 * [[[False, True, True]]]
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "RGB", "L"])
 def test_a_brush_with_soft_edges_is_a_mask_if_no_pixel_is_transparent(mode):
     levels = np.array([[0, 60, 128, 200, 255]], np.uint8)  # As a browser's canvas, in mode RGBA.
