@@ -89,19 +89,19 @@ class Tables:
         Raises ValueError if files of its own table are missing.
         """
         used, number, own = self._used.get(name, []), len(self._ids[name]), found
-        can_be_pruned = found.home and not files.store_path(found.home)
+        pruned = None if found.home and files.store_path(found.home) else found.home  # In buckets, all are kept.
         if found.home and number < len(used) and used[number] != found.id():
             card = table.card_of(used[number])
             own = _open(found.home, source, None, card)
-            if can_be_pruned:
+            if pruned:
                 with contextlib.suppress(OSError):
-                    os.utime(found.home / card)  # So that later imports keep it.
+                    os.utime(pruned / card)  # So that later imports keep it.
         if own is not None and not same_rows(own, found):
             _check_grown(own, found, source)
             found = own
         self._ids[name].append(found.id())
-        if can_be_pruned:
-            self._homes.append((found.home, found.id()))
+        if pruned:
+            self._homes.append((pruned, found.id()))
         return found
 
     def write(self) -> None:
