@@ -23,6 +23,7 @@ from diffusion_jax.logs import progress
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
+_OTHER += ("negative_prompt", "negative", "license", "copyright", "html")
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LETTER = re.compile(r"[a-zA-Z]|[^\x00-\x7f]")
@@ -68,7 +69,7 @@ def guess(path: str, text: str = "") -> Data:
     root = pathlib.Path(records.split_of(path)[0])
     records.check_exists([str(root)] if path else [], "folder")
     kind = root.suffix[1:].lower()
-    if root.is_file() and kind in ("csv", "tsv", "jsonl"):
+    if root.is_file() and kind in ("csv", "tsv", "jsonl", "json"):
         errors: list[ValueError] = []
         if not (text := text or "".join(_of_tables([root], errors))):
             raise next(
@@ -122,15 +123,11 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
         unread = [f for f in files if kind(f) in _READ]
         named = {stem.name for stem in stems}
         for file in unread:
-            if file in beside:
-                raise ValueError(
-                    f"{file} lies beside a picture, but no text was found in its fields: write an object with a text, "
-                    'such as {"caption": "a cat"}, or move the file to another folder'
-                )
             if file.stem in named:
+                where = "has no field with a text" if file in beside else "lies in another folder"
                 raise ValueError(
-                    f"{file} has the name of a picture in another folder, and no picture has a "
-                    "caption beside it: move each text into the folder of its picture"
+                    f"{file} has the name of a picture, but {where}: move each text into the folder of its picture, "
+                    'or write objects such as {"caption": "a cat"}'
                 )
             if names_pictures(file, sorted(image.name for image in images)):
                 if kind(file) == "json" and _parsed(file.read_bytes()):
@@ -282,7 +279,7 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: write its data source "
+            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl, .json or .parquet: write its data source "
             f"before it, as in SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))]
@@ -327,9 +324,10 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
                 others[name] = None
     words = [name for name in texts if _are_captions(texts[name])]
     words.sort(key=lambda name: (len({*texts[name]}), sum(map(len, texts[name]))), reverse=True)
-    if names := list(dict.fromkeys([*rows.likely(texts), *words])):
+    if names := list(dict.fromkeys([*(likely := rows.likely(texts)), *words])):
         if others := [name for name in words if name != names[0]]:
-            logging.info("captions in %s: reading %s, not %s", place, names[0], ", ".join(others))
+            log, known = (logging.info, "") if likely else (logging.warning, ", by its values alone")
+            log("captions in %s: reading %s, not %s%s", place, names[0], ", ".join(others), known)
         return ":".join(filter(None, (kind, names[0])))
     example = ":".join(filter(None, (kind, *list(texts)[:1])))
     if others:

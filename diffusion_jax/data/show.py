@@ -151,11 +151,9 @@ def doubts(records: Records) -> list[str]:
     total = texts.total()
     found = [*_lacking(table, blank), *_pointers(table, unreadable), *_unread(table), *_by_name(table)]
     found += table.card["facts"].get("doubts", ())
-    inventory = table.inventory()
-    if number := inventory.counts["second_picture"]:
+    if first := table.inventory().first.get("second_picture"):
         found.append(
-            f"further pictures of a record: {number:,}, such as {inventory.first['second_picture'][0]}: the last "
-            "picture of a record gets its text, so leave masks and the like out of the tars"
+            f"the last picture of each record gets its text, not others such as {first[0]}: leave masks out of the tars"
         )
     if total > 1 and len(texts) == 1:
         found.append(

@@ -125,7 +125,8 @@ class _Files:
         self._unused_masks = [] if mask else sorted(masks)
         self._warnings, self._doubts = list[str](), list[str]()
         suffixes = self._names.values()
-        records.check_any(len(self._images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
+        noun = "pictures (jpg, png, webp, ...)" + " in the table's folder (name one that holds both)" * bool(table)
+        records.check_any(len(self._images), self._root, suffixes, noun)
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]

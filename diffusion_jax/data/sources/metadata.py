@@ -138,7 +138,7 @@ def read(
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
     """Return the error message for tables without the name of an image. The place names `name`."""
-    match [image for image in images if _tail(1)(image) == _tail(1)(name)]:
+    match [image for image in images if _tail(1)(_stem(image)) == _tail(1)(_stem(name))]:
         case []:
             reason = "it does not exist"
         case [image]:
@@ -228,12 +228,9 @@ def _read_table(
 
 def _name_columns(first: Sequence[Mapping[str, Any]], folder: str, images: _Images) -> list[str]:
     """Return rows.FILES, beginning with the column that names the most images in the first rows."""
-    counts = collections.Counter[str]()
-    for name in rows.FILES:
-        cells = [str(row[name]) for row in first if name in row]
-        are_names = [rows.is_picture(cell) and not storage.is_url(cell) for cell in cells]
-        counts[name] = sum(are_names) + sum(images.path(folder, cell) in images.paths for cell in cells)
-    return sorted(rows.FILES, key=lambda name: -counts[name])
+    is_name = lambda cell: rows.is_picture(cell) and not storage.is_url(cell)
+    score = lambda cell: is_name(cell) + (images.path(folder, cell) in images.paths)
+    return sorted(rows.FILES, key=lambda name: -sum(score(str(row[name])) for row in first if name in row))
 
 
 def _numeric(place: str, cell: Any, number: Field) -> float:

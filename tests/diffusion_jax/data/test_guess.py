@@ -113,7 +113,7 @@ TURNS = '[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a cat
         ("00000.json", '{"id": "7", "words": "a cat"}', "json:words"),
         ("m.jsonl", '{"file_name": "00000.png", "hash": "a1", "\\u6587": "a cat"}', "jsonl:\u6587"),
         ("p.json", '{"00000.png": {"th": "2022-08-07 22:57:00", "p": "a cat", "sa": "k_lms"}}', "coco:p"),
-        ("m.csv", "image,artist,words\n00000.png,J B,a cat\n", "csv:words"),
+        ("m.csv", "image,artist,negative,words\n00000.png,J B,a bad dog,a cat\n", "csv:words"),
         ("a.json", coco([(7, "00000.png")], {"id": 1, "image_id": 7, "caption": "a cat"}), "coco:caption"),
     ],
 )
@@ -142,7 +142,7 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
         ("m.csv", "file_name,set\n00000.png,my set\n00001.png,my set\n", "--text=csv:set"),
         ("m.csv", "00000.png,a cat,x\n", 'begins with "00000.png" instead of names of columns'),
         ("00000.json", '{"category": "danbooru", "author": "x"}', "--text=json:category, or, if there are none, move"),
-        ("00000.json", '["a cat"]', "00000.json lies beside a picture, but no text was found in its fields: write"),
+        ("00000.json", '["a cat"]', "00000.json has the name of a picture, but has no field with a text: move"),
         ("m.csv", f"{POINTER}1", "m.csv is a pointer of Git LFS, not the file: run git lfs pull"),
         ("m.json", f"{POINTER}1", "m.json is a pointer of Git LFS, not the file: run git lfs pull"),
         ("00000.json", f"{POINTER}1", "a .json is a pointer of Git LFS, not the file: run git lfs"),
@@ -246,7 +246,7 @@ def test_unreadable_captions_are_an_error_instead_of_empty_captions(bare):
     table.unlink()
     (bare / "captions").mkdir()
     (bare / "captions" / "00001.txt").write_text("beside nothing")
-    with pytest.raises(ValueError, match=r"captions/00001\.txt has the name of a picture in"):
+    with pytest.raises(ValueError, match=r"captions/00001\.txt has the name of a picture, but lies in another"):
         guess(str(bare))
 
 
@@ -320,9 +320,11 @@ def test_the_error_of_a_damaged_table_names_it(tmp_path, content):
             guess(str(tmp_path / name.partition("/data")[0]))
 
 
-def test_an_explicitly_named_source_is_used(plain):
+def test_an_explicitly_named_source_or_table_is_used(plain, tmp_path):
     data = guess(f"folder:{plain}::txt")
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)
+    (tmp_path / "a.json").write_text('{"b.png": "a cat"}')
+    assert guess(str(tmp_path / "a.json")).text == "coco:caption"
     with pytest.raises(FileNotFoundError, match="no data at /nowhere: check the path"):
         guess("/nowhere")
     with pytest.raises(ValueError, match=r"is not a folder, \.tar, \.csv, \.tsv"):

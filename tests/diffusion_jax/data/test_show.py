@@ -231,7 +231,7 @@ BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
         ({}, {"00.parquet": "", "00_stats.json": '{"key": "000", "caption": "a dog"}'}, []),
         ({"001.png": LFS}, {}, ["pointers of Git LFS: 1 of 4 picture files looked into, such as that of "]),
         ({"002.txt": LFS, "003.txt": LFS}, {}, ["pointers of Git LFS: 2 in texts, such as that of "]),
-        ({"000.bmp": b"x"}, {}, ["further pictures of a record: 1, such as "]),
+        ({"000.bmp": b"x"}, {}, ["the last picture of each record gets its text, not others such as "]),
         ({}, {"train.csv": BY_KEY}, [UNREAD]),
         ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, [UNREAD]),
         ({}, {"train.csv": "name,price\ncar,3\n", "a.png": None}, []),

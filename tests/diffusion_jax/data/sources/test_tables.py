@@ -50,6 +50,10 @@ def test_a_path_that_names_a_table_leaves_out_the_others(tmp_path):
     message = r"data\.path is the file .*train\.csv, but data\.text is 'txt': name a folder or, with"
     with pytest.raises(ValueError, match=message):
         open_folder(tmp_path / "train.csv", "txt")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/train.csv").write_text("file_name,text\n../train/a.png,a\n")
+    with pytest.raises(ValueError, match=r"in the table's folder \(name one that holds both\) and found csv"):
+        open_folder(tmp_path / "notes/train.csv", "csv:text")
 
 
 def test_the_layout_of_img2dataset_is_read(tmp_path):
@@ -232,6 +236,7 @@ def test_rows_can_name_their_images_in_different_columns(tmp_path):
     [
         ("a%20b.png", "it does not exist"),
         ("a.png", "several pictures have its name: x/a.png, y/a.png"),
+        ("a", "several pictures have its name: x/a.png, y/a.png"),
         ("val/a b.png", "the picture of its name is a b.png"),
     ],
 )
