@@ -87,9 +87,9 @@ def guess(path: str, text: str = "") -> Data:
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     """Infer the data settings for the folder `root`, which is `path` without "@SPLIT".
 
-    Of several places of captions, the one with the most pictures is chosen, and each that only has
-    captions of other pictures. If there are no image files, the settings are for the tars,
-    ArrayRecord files or parquet tables in the folder.
+    Of several places of captions, the one with the most pictures is chosen, and each text file or
+    field with a common name that only has captions of other pictures. If there are no image files,
+    the settings are for the tars, ArrayRecord files or parquet tables in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
@@ -138,11 +138,15 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     "to another folder"
                 )
     chosen, captioned = list[str](), set[str]()
-    is_likely = lambda place: place in TEXTS or bool(rows.likely([place.partition(":")[2]]))
-    for place in sorted(counts, key=lambda place: (len(counts[place]), is_likely(place)), reverse=True):
-        if captioned.isdisjoint(counts[place]):
+    for place in sorted(counts, key=lambda place: (len(counts[place]), _is_likely(place)), reverse=True):
+        if not chosen or (_is_likely(place) and captioned.isdisjoint(counts[place])):
             chosen, captioned = [*chosen, place], captioned | counts[place]
     return _data("folder", path, ",".join(chosen))
+
+
+def _is_likely(place: str) -> bool:
+    """Return whether a place of captions is a text file, or a field with a common name."""
+    return place in TEXTS or bool(rows.likely([place.partition(":")[2]]))
 
 
 def _of_packed(kind: str, path: str, root: pathlib.Path, text: str) -> Data:
@@ -216,7 +220,7 @@ def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> lis
                     errors.append(
                         ValueError(
                             f"{file} has the column {likely[0]!r}, but no column of image names: call "
-                            "this column file_name, or move the table to another folder"
+                            "the column that holds them file_name, or move the table to another folder"
                         )
                     )
             except ValueError as error:
@@ -246,7 +250,7 @@ def _of_tars(path: str, text: str) -> Data:
             if suffix == "json":
                 contents = storage.read_ranges([first] * len(spans), spans[:, 0].tolist(), spans.sum(axis=1).tolist())
                 place = _field("json", map(_parsed, contents), f"a .json in {first}", errors)
-            places += [place] * bool(place)
+            places += [place] * bool(_is_likely(place) if places else place)
             taken[index.record[of]] = True
     if errors and not places:
         raise errors[0]

@@ -214,6 +214,7 @@ def test_of_columns_with_captions_of_equally_many_pictures_the_one_with_the_like
             {"m.csv": "image,text\n00001.png,a dog\n", "n.csv": "image,caption\n00000.png,a cat\n"},
             "csv:text,csv:caption",
         ),
+        ({"00001.txt": "a dog", "00000.txt": "a cat", "00002.json": '{"note": "by me"}'}, "txt"),
         ({"00001.txt": "a dog", "00000.txt": "a cat", "m.csv": "image,text\n00000.png,an ox\n"}, "txt"),
     ],
 )
