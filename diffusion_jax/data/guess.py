@@ -124,11 +124,10 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
         named = {stem.name for stem in stems}
         for file in unread:
             if file.stem in named:
-                where = "has no field with a text" if file in beside else "lies in another folder"
-                raise ValueError(
-                    f"{file} has the name of a picture, but {where}: move each text into the folder of its picture, "
-                    'or write objects such as {"caption": "a cat"}'
-                )
+                reason = "lies in another folder: move each text into the folder of its picture"
+                if file in beside:
+                    reason = 'has no field with a text: write an object such as {"caption": "a cat"}'
+                raise ValueError(f"{file} has the name of a picture, but {reason}")
             if names_pictures(file, sorted(image.name for image in images)):
                 if kind(file) == "json" and _parsed(file.read_bytes()):
                     list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
@@ -332,6 +331,11 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
         if others := [name for name in words if name != names[0]]:
             log, known = (logging.info, "") if likely else (logging.warning, ", by its values alone")
             log("captions in %s: reading %s, not %s%s", place, names[0], ", ".join(others), known)
+        if kind and re.search("[,*]", names[0]):
+            errors.append(
+                ValueError(f"{place}: data.text cannot name {names[0]!r}: rename it, without commas and stars")
+            )
+            return ""
         return ":".join(filter(None, (kind, names[0])))
     example = ":".join(filter(None, (kind, *list(texts)[:1])))
     if others:
