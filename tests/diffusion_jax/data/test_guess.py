@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import sources, tars
+from diffusion_jax.data import show, sources, tars
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.guess import guess
 from diffusion_jax.examples.digits import rendering as digits
@@ -167,6 +167,9 @@ def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, pla
     for text in (["said"], [b"said"]):
         pyarrow.parquet.write_table(pyarrow.table({"image": image, "text": text}), bare / "a.parquet")
         assert guess(str(bare)) == Data("huggingface", str(bare), "text", uncaptioned="drop")
+    (bare / "00000.txt").write_text("said")
+    doubts = show.doubts(sources.open_records(guess(str(bare))))
+    assert doubts[1].startswith("files that may hold more pictures, but are not read: 1, such as a.parquet: ")
 
 
 def test_an_empty_tar_is_an_error_that_says_so(tmp_path):
@@ -198,6 +201,12 @@ def test_the_kind_of_captions_with_the_most_pictures_is_chosen(bare):
     rows = [{"file_name": f"0000{i}.png", "text": f"row {i}"} for i in range(3)]
     (bare / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert guess(str(bare)).text == "jsonl:text"
+
+
+def test_a_column_of_captions_that_is_known_by_its_values_alone_is_a_warning(bare, caplog):
+    (bare / "m.csv").write_text("file_name,by,words\n00000.png,J B,a cat\n")
+    guess(str(bare))
+    assert "m.csv: reading words, not by, by its values alone" in caplog.text
 
 
 def test_of_columns_with_captions_of_equally_many_pictures_the_one_with_the_likeliest_name_is_chosen(bare):
