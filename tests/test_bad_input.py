@@ -239,7 +239,7 @@ start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png)
 start --data=D/a.zip | D/a.zip is a zip file, which is not read: unpack it into a folder
 start --data=D/zipped | found zip; check the path, or unpack the zip files
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns
-start --data=D/file | D/file is not a folder, .tar, .csv, .tsv, .jsonl or .parquet
+start --data=D/file | D/file is not a folder, .tar, .csv, .tsv, .jsonl, .json or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no text (data.text=json:caption)
 start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions
 start --hours=0 | --hours=0: give a number of hours above 0

@@ -6,9 +6,10 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from diffusion_jax.config.settings import TEXTS, Data
@@ -18,11 +19,14 @@ from diffusion_jax.data.sources import folder, metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.table import Table
 from diffusion_jax.files import untrusted
+from diffusion_jax.logs import progress
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
+_OTHER += ("negative_prompt", "negative", "license", "copyright", "html")
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
+_LETTER = re.compile(r"[a-zA-Z]|[^\x00-\x7f]")
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
 _LARGE = 2**26  # Number of bytes of a table that takes long to read.
 _MOST = 2**22  # Number of bytes in which names of pictures are looked for.
@@ -59,14 +63,15 @@ def guess(path: str, text: str = "") -> Data:
             fields=tuple(rule.get("ranges", ())),
             loss_mask="file" if rule.get("mask") else "",
         )
-    if path.endswith((".tar", ".pkl")) or "{" in path or storage.is_url(path):
+    is_pattern = "{" in path and not os.path.exists(path)
+    if path.endswith((".tar", ".pkl")) or is_pattern or storage.is_url(path):
         return _of_tars(path, text)
     root = pathlib.Path(records.split_of(path)[0])
     records.check_exists([str(root)] if path else [], "folder")
     kind = root.suffix[1:].lower()
-    if root.is_file() and kind in ("csv", "tsv", "jsonl"):
+    if root.is_file() and kind in ("csv", "tsv", "jsonl", "json"):
         errors: list[ValueError] = []
-        if not (text := text or next(_of_tables([root], errors), "")):
+        if not (text := text or "".join(_of_tables([root], errors))):
             raise next(
                 iter(errors),
                 ValueError(
@@ -82,8 +87,9 @@ def guess(path: str, text: str = "") -> Data:
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     """Infer the data settings for the folder `root`, which is `path` without "@SPLIT".
 
-    Of several kinds of captions, those of the most pictures are chosen. If there are no image
-    files, the settings are for the tars, ArrayRecord files or parquet tables in the folder.
+    Of several places of captions, the one with the most pictures is chosen, and each text file or
+    field with a common name that only has captions of other pictures. If there are no image files,
+    the settings are for the tars, ArrayRecord files or parquet tables in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
@@ -105,10 +111,10 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     counts = {}
     for place in [*places, *_of_tables(set(files) - set(beside), errors)]:
         try:
-            counts[place] = folder.num_captioned(path, place)
+            counts[place] = folder.captioned(path, place)
         except ValueError as error:
             errors.append(error)
-    if not counts and packed and (packed[0] != "parquet" or _has_pictures(files)):
+    if not counts and packed and (packed[0] != "parquet" or has_pictures(files)):
         logging.info("the %d pictures in %s have no captions: reading the other files instead", len(images), path)
         return _of_packed(packed[0], path, root, text)
     if errors and not counts:
@@ -118,10 +124,10 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
         named = {stem.name for stem in stems}
         for file in unread:
             if file.stem in named:
-                raise ValueError(
-                    f"{file} has the name of a picture in another folder, and no picture has a "
-                    "caption beside it: move each text into the folder of its picture"
-                )
+                reason = "lies in another folder: move each text into the folder of its picture"
+                if file in beside:
+                    reason = 'has no field with a text: write an object such as {"caption": "a cat"}'
+                raise ValueError(f"{file} has the name of a picture, but {reason}")
             if names_pictures(file, sorted(image.name for image in images)):
                 if kind(file) == "json" and _parsed(file.read_bytes()):
                     list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
@@ -130,7 +136,16 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                     "the columns file_name and caption (if it is one, rename it), or move the file "
                     "to another folder"
                 )
-    return _data("folder", path, max(counts, key=lambda place: counts[place], default=""))
+    chosen, captioned = list[str](), set[str]()
+    for place in sorted(counts, key=lambda place: (len(counts[place]), _is_likely(place)), reverse=True):
+        if not chosen or (_is_likely(place) and captioned.isdisjoint(counts[place])):
+            chosen, captioned = [*chosen, place], captioned | counts[place]
+    return _data("folder", path, ",".join(chosen))
+
+
+def _is_likely(place: str) -> bool:
+    """Return whether a place of captions is a text file, or a field with a common name."""
+    return place in TEXTS or bool(rows.likely([place.partition(":")[2]]))
 
 
 def _of_packed(kind: str, path: str, root: pathlib.Path, text: str) -> Data:
@@ -142,7 +157,8 @@ def _of_packed(kind: str, path: str, root: pathlib.Path, text: str) -> Data:
     return _of_table(path, root, text)
 
 
-def _has_pictures(files: Iterable[pathlib.Path]) -> bool:
+def has_pictures(files: Iterable[pathlib.Path]) -> bool:
+    """Return whether some of these files are parquet tables with embedded pictures."""
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     parquet = (file for file in files if file.suffix.lower() == ".parquet")
@@ -181,31 +197,35 @@ def describes(path: str, pictures: Collection[str]) -> bool:
     return False
 
 
-def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
-    """Yield the values of data.text for the tables of image captions among files.
+def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> list[str]:
+    """Return the values of data.text for the tables of image captions among files.
 
     The error of a table that cannot be read, or has captions without names of images, is appended
     to `errors`. Other JSON than tables is ignored.
     """
+    fields, seen = list[str](), set[tuple[str, ...]]()
     for kind, suffix in metadata.SUFFIXES.items():
         for file in sorted(file for file in files if file.suffix.lower() == suffix):
             storage.refuse_pointer(file)
             try:
                 table = list(itertools.islice((row for _, row in rows.read(file)), _LOOKED))
                 if named := [row for row in table if rows.name_column(row)]:
-                    if field := _field(kind, named, str(file), errors):
-                        yield field
-                        break
+                    if (columns := (kind, *named[0])) in seen:
+                        continue
+                    seen.add(columns)
+                    if (field := _field(kind, named, str(file), errors)) not in ("", *fields):
+                        fields.append(field)
                 elif likely := rows.likely(next(iter(table), {})):
                     errors.append(
                         ValueError(
                             f"{file} has the column {likely[0]!r}, but no column of image names: call "
-                            "this column file_name, or move the table to another folder"
+                            "the column that holds them file_name, or move the table to another folder"
                         )
                     )
             except ValueError as error:
                 if suffix != ".json":
                     errors.append(error)
+    return fields
 
 
 def _of_tars(path: str, text: str) -> Data:
@@ -219,18 +239,22 @@ def _of_tars(path: str, text: str) -> Data:
     index = tars.load_index(first)
     if not len(index.suffix):
         raise ValueError(f"{first} holds no files: copy or write it again, or remove it")
-    suffixes = {*index.suffix.tolist()}
-    if not text:  # Without pictures, as in tars of names with dots, open_tars says what is wrong.
-        has_pictures = suffixes & {*untrusted.image_suffixes()}
-        text = next((suffix for suffix in TEXTS if suffix in suffixes or not has_pictures), "")
-    if not text and "json" in index.suffix:
-        spans = index.span[index.suffix == "json"][:_LOOKED]
-        ends = spans.sum(axis=1).tolist()
-        contents = storage.read_ranges([first] * len(spans), spans[:, 0].tolist(), ends)
-        errors: list[ValueError] = []
-        text = _field("json", map(_parsed, contents), f"a .json in {first}", errors)
-        if errors:
-            raise errors[0]
+    suffixes, taken = {*index.suffix.tolist()}, np.zeros(len(index.key), bool)
+    pictured = np.isin(index.record, index.record[np.isin(index.suffix, untrusted.image_suffixes())])
+    places, errors = list[str](), list[ValueError]()
+    for suffix in (*TEXTS, "json") if not text else ():
+        of = pictured & (index.suffix == suffix)
+        if of.any() and not taken[index.record[of]].any():
+            place, spans = suffix, index.span[of][:_LOOKED]
+            if suffix == "json":
+                contents = storage.read_ranges([first] * len(spans), spans[:, 0].tolist(), spans.sum(axis=1).tolist())
+                place = _field("json", map(_parsed, contents), f"a .json in {first}", errors)
+            places += [place] * bool(_is_likely(place) if places else place)
+            taken[index.record[of]] = True
+    if errors and not places:
+        raise errors[0]
+    # Without pictures, as in tars of names with dots, open_tars says what is wrong.
+    text = text or ",".join(places) or next((s for s in TEXTS if s in suffixes or not pictured.any()), "")
     if not text:
         others = [name for name, why in beside.take() if why == "beside_tars" and describes(name, ())]
         tables = f", and may be in a table, such as {others[0]}" if others else ""
@@ -258,12 +282,15 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: write its data source "
+            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl, .json or .parquet: write its data source "
             f"before it, as in SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))]
-    split = "" if "@" in path or not training or training == files == [root] else "@train"
+    split = "" if records.split_of(path)[1] or not training or training == files == [root] else "@train"
     is_split = saved and files[0].parent == root  # The path names the folder of one split.
+    if split and not is_split and (others := [str(f.relative_to(root)) for f in files if f not in training]):
+        number = progress.counted(len(others), "file")
+        logging.info("reading %s%s, not %s of other splits, such as %s", path, split, number, others[0])
     errors: list[ValueError] = []
     text = text or _field("", _cells((training or files)[0]), str((training or files)[0]), errors)
     if errors:
@@ -293,13 +320,23 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
         for name, cell in row.items() if isinstance(row, dict) else ():
             cells = cell if isinstance(cell, list) else [cell]
             cells = [c.decode(errors="replace") if isinstance(c, bytes) else c for c in cells]
-            found = [c for c in cells if isinstance(c, str) and not re.fullmatch(r"[\d.+-]*", c)]
+            found = [c for c in cells if isinstance(c, str) and _LETTER.search(c)]
             if found and name not in _OTHER:
                 texts[name] += found
             elif any(isinstance(c, dict) for c in cells) and (not kind or rows.likely([name])):
                 others[name] = None
-    if first := [*rows.likely(texts), *(name for name in texts if _are_captions(texts[name]))][:1]:
-        return ":".join(filter(None, (kind, *first)))
+    words = [name for name in texts if _are_captions(texts[name])]
+    words.sort(key=lambda name: (len({*texts[name]}), sum(map(len, texts[name]))), reverse=True)
+    if names := list(dict.fromkeys([*(likely := rows.likely(texts)), *words])):
+        if others := [name for name in words if name != names[0]]:
+            log, known = (logging.info, "") if likely else (logging.warning, ", by its values alone")
+            log("captions in %s: reading %s, not %s%s", place, names[0], ", ".join(others), known)
+        if kind and re.search("[,*]", names[0]):
+            errors.append(
+                ValueError(f"{place}: data.text cannot name {names[0]!r}: rename it, without commas and stars")
+            )
+            return ""
+        return ":".join(filter(None, (kind, names[0])))
     example = ":".join(filter(None, (kind, *list(texts)[:1])))
     if others:
         errors.append(
@@ -312,7 +349,8 @@ def _field(kind: str, objects: Iterable[Any], place: str, errors: list[ValueErro
         errors.append(
             ValueError(
                 f"{place} has no field of captions, as far as its names and values tell, but "
-                f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}"
+                f"{', '.join(list(texts)[:8])}: name the captions' field, as in --text={example}, or, if "
+                "there are none, move such files to another folder"
             )
         )
     return ""
@@ -325,11 +363,11 @@ def _are_captions(texts: Sequence[str]) -> bool:
 
 
 def has_several_words(text: str) -> bool:
-    """Return whether a text has several words. Identifiers, paths and URLs have one.
+    """Return whether a text has several words. Identifiers, paths and URLs have one, dates none.
 
     Chinese and Japanese have no spaces between words.
     """
-    return len(text.replace(",", " ").split()) > 1 or not text.isascii()
+    return bool(_LETTER.search(text)) and (len(text.replace(",", " ").split()) > 1 or not text.isascii())
 
 
 def _parsed(content: bytes) -> Any:

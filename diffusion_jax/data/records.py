@@ -188,10 +188,12 @@ def path_of(data: Data) -> str:
 def split_of(path: str) -> tuple[str, str]:
     """Split "PATH@SPLIT" into path and split name. Without "@", the split name is "".
 
-    An "@" before the last slash belongs to the path.
+    An "@" before the last slash, or in the name of a file or folder that exists, belongs to the
+    path.
     """
     place, separator, split = path.rpartition("@")
-    return (place, split) if separator and "/" not in split else (path, "")
+    is_split = separator and "/" not in split and not os.path.exists(path)
+    return (place, split) if is_split else (path, "")
 
 
 class Alternative(NamedTuple):
@@ -441,6 +443,7 @@ def check_any(num_images: int, place: Any, suffixes: Collection[str], images: st
         others = _list(suffixes)
         advice = ", or read the tars with data.source=webdataset" if "tar" in suffixes else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
+        advice += ", or decompress the tars" if "tar." in others or "tgz" in others else ""
         endings = {suffix: suffix.rpartition(".") for suffix in suffixes}
         dotted = [s for s, (_, dot, last) in endings.items() if dot and last in untrusted.image_suffixes()]
         if dotted:

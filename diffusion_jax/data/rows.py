@@ -211,7 +211,8 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
     if not isinstance(content, list):
         raise ValueError(
             f"{path} holds {shown(content)}: it needs a list of texts or of objects, an object "
-            "with a text for each image's name, the columns of a table, or COCO's annotations"
+            "with a text for each image's name, the columns of a table, or COCO's annotations; move "
+            "other .json files to another folder"
         )
     for number, item in enumerate(content, 1):
         row = _object(item)

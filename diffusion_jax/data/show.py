@@ -4,6 +4,7 @@ import collections
 import contextlib
 import difflib
 import functools
+import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,7 +20,10 @@ from diffusion_jax.data.records import Records
 from diffusion_jax.data.table import Table
 from diffusion_jax.files import sheets, untrusted
 
-_ID = re.compile(r"\S*(\d|/|\\|\w\.\w)\S*")  # Numbers, hashes, names of files, paths and URLs.
+_ID = re.compile(r"\S*(\d|/|\\|\w\.\w)\S*|[^a-zA-Z]*")  # Numbers, hashes, names of files, paths and URLs.
+# Lists of texts and objects, as programs write them into the cells of a .csv.
+_LIST = re.compile(r"\[\s*['\"].*['\"]\s*\]|\{.*\}", re.DOTALL)
+_PACKED = (".tar", ".zip", ".gz", ".tgz", ".7z", ".rar")
 _FREQUENT = 3  # Number of the most frequent captions that are shown.
 _LOOKED = 1000  # The largest number of files to look into.
 _POINTER = 1024  # Pointers of Git LFS have fewer bytes.
@@ -146,6 +150,11 @@ def doubts(records: Records) -> list[str]:
     blank = texts.pop("", 0)
     total = texts.total()
     found = [*_lacking(table, blank), *_pointers(table, unreadable), *_unread(table), *_by_name(table)]
+    found += table.card["facts"].get("doubts", ())
+    if first := table.inventory().first.get("second_picture"):
+        found.append(
+            f"the last picture of each record gets its text, not others such as {first[0]}: leave masks out of the tars"
+        )
     if total > 1 and len(texts) == 1:
         found.append(
             f"all {total:,} captions are {_short(next(iter(texts)))}: a model learns nothing from "
@@ -153,7 +162,9 @@ def doubts(records: Records) -> list[str]:
         )
     single = {text: n for text, n in texts.items() if not guess.has_several_words(text)}
     ids = {text: n for text, n in single.items() if _ID.fullmatch(text)}
-    for some, noun in ((ids, "look like ids, paths or URLs"), (single, "have one word")):
+    lists = {text: n for text, n in texts.items() if _LIST.fullmatch(text)}
+    nouns = "look like ids, paths or URLs", "look like lists or objects of a program", "have one word"
+    for some, noun in zip((ids, lists, single), nouns, strict=True):
         if 2 * (number := sum(some.values())) > total and len(texts) > 1:
             found.append(
                 f"{number:,} of {total:,} captions {noun}, such as {_short(next(iter(some)))}: "
@@ -208,19 +219,27 @@ def _pointers(table: Table, unreadable: Mapping[Unusable, tuple[int, int]]) -> I
 
 
 def _unread(table: Table) -> Iterable[str]:
-    """Name the tables without a column of names, and other files that name pictures."""
+    """Name the tables without a column of names, and other files that name or hold pictures."""
     rows = draw(len(table), min(_LOOKED, len(table)), 0)
     pictures = [name.rpartition("/")[2] for name in table.names(rows)]
     left = collections.defaultdict[str, list[str]](list)
     for name, reason in table.left():
         left[reason].append(name)
-    tables = [*left["beside_tars"], *left["beside_records"], *table.card["facts"].get("unused_tables", ())][:_LOOKED]
+    tables = [*left["beside_tars"], *left["beside_records"], *left["table_without_column"]]
+    tables = [*tables, *table.card["facts"].get("unused_tables", ())][:_LOOKED]
     found = left["table_without_file_name"]
     for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
             path = table.path(name)
             if guess.names_pictures(files.path(path), pictures) or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
+    packed = [name for name in left["format"] if name.lower().endswith(_PACKED)]
+    packed += [name for name in tables if guess.has_pictures([pathlib.Path(table.path(name))])]
+    if packed:
+        yield (
+            f"files that may hold more pictures, but are not read: {len(packed):,}, such as {packed[0]}: unpack them, "
+            "or move them to a folder of their own, and name it in data.path"
+        )
     advice = "give it the columns file_name and caption, and name them in data.text, as in csv:caption"
     if (source := table.card["rule"].get("source")) not in ("folder", "webdataset"):
         advice = "captions must be in the records: write the data set again with them"
@@ -239,7 +258,7 @@ def _by_name(table: Table) -> Iterable[str]:
     for origin, (count, row) in origins.items():
         column, _, how = origin.rpartition(", ")
         mixed = how.startswith("without the suffix") and f"{column}, exact path" in origins
-        if mixed or how.startswith("by the file name alone"):
+        if mixed or how.startswith(("by the file name alone", "by the last")):
             yield (
                 f"captions found {how}: {count:,}, such as that of {_name(table, row)} in "
                 f"{origin.partition(':')[0]}: look at some with `show --sheet`, or write exact "

@@ -347,11 +347,14 @@ def split(name: str) -> tuple[str, str]:
 def expand(pattern: str) -> list[str]:
     """Return all names that a pattern with braces stands for, as in a shell.
 
-    "{a,b}" stands for a and b, and "{08..11}" for 08, 09, 10 and 11.
+    "{a,b}" stands for a and b, and "{08..11}" for 08, 09, 10 and 11. The name of a file or folder
+    that exists stands for itself.
 
     Raises:
         ValueError: there are more than a million names.
     """
+    if os.path.exists(pattern):
+        return [pattern]
     parts = list[tuple[int, Sequence[Any]]]()  # The width of numbers, and the choices.
     for at, part in enumerate(re.split(_BRACES, pattern)):
         if at % 2 and (match := re.fullmatch(_NUMBERS, part)):

@@ -84,13 +84,13 @@ def open_folder(
     return table.view(rows, "" if empty else None)
 
 
-def num_captioned(path: str | os.PathLike[str], text: str) -> int:
-    """Return how many images of a folder have a text; see `open_folder` for the arguments.
+def captioned(path: str | os.PathLike[str], text: str) -> set[str]:
+    """Return the images of a folder that have a text; see `open_folder` for the arguments.
 
     No file but the tables is read. Raises ValueError if there is no image, or a table is damaged.
     """
     found = _Files(path, text)
-    return len(set[str]().union(*(texts for _, texts in found.texts(LeftOut()))))
+    return set[str]().union(*(texts for _, texts in found.texts(LeftOut())))
 
 
 class _Files:
@@ -123,15 +123,17 @@ class _Files:
         is_mask = lambda name: name in masks or (bool(mask) and name.lower().endswith(f".{mask}"))
         self._images = [name for name in pictures if not is_mask(name)]
         self._unused_masks = [] if mask else sorted(masks)
-        self._warnings = list[str]()
+        self._warnings, self._doubts = list[str](), list[str]()
         suffixes = self._names.values()
-        records.check_any(len(self._images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
+        noun = "pictures (jpg, png, webp, ...)" + " in the table's folder (name one that holds both)" * bool(table)
+        records.check_any(len(self._images), self._root, suffixes, noun)
         tables = [part.suffix for part in self._parts if part.suffix in metadata.SUFFIXES]
         records.check_places(fields, ("json", *metadata.SUFFIXES))
         self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
         self._facts = {
             "suffixes": sorted({*suffixes}),
             "warnings": self._warnings,
+            "doubts": self._doubts,
             "unused_tables": self._unused(table),
         }
 
@@ -141,10 +143,10 @@ class _Files:
         return home.Source(str(self._root), paths, self._rule, self._rows, self._left, self._facts)
 
     def _unused(self, table: str) -> list[str]:
-        """Return the first tables that are not read. A .json beside an image is not a table."""
+        """Return the first tables and lists that are not read, and not beside an image."""
         kinds = {part.suffix for part in self._parts} | {field.place for field in self._fields}
-        read = tuple(suffix for kind, suffix in metadata.SUFFIXES.items() if kind in kinds)
-        others = tuple({*metadata.SUFFIXES.values()} - {*read})
+        read = {metadata.SUFFIXES.get(kind, f".{kind}") for kind in kinds}
+        others = tuple({*metadata.SUFFIXES.values(), ".txt", ".xml", ".yaml"} - read)
         found = [name for name in self._others if name.lower().endswith(others) and not table]
         stems = {stem for image in self._images if found for stem in (image, os.path.splitext(image)[0])}
         return [name for name in found if os.path.splitext(name)[0] not in stems][:_UNUSED]
@@ -159,7 +161,8 @@ class _Files:
             if part.suffix in metadata.SUFFIXES:
                 place = part.suffix, part.field
                 names = list(self._names)
-                texts = metadata.read(self._root, names, self._images, *place, inventory)
+                also = [other.field for other in self._parts if other.suffix == part.suffix]
+                texts = metadata.read(self._root, names, self._images, *place, inventory, also=also)
             else:
                 texts = _beside(self._images, self._names, part.suffix)
             found.append((part, texts))
@@ -172,9 +175,17 @@ class _Files:
         masks = _beside(self._images, self._names, self._mask) if self._mask else {}
         self._count_others(found, inventory)
         self._warnings.clear()  # Of an import that ended at a full disk.
+        self._doubts.clear()
         inventory.add(PICTURES, self._images)
         inventory.add("unused_mask", self._unused_masks)
         for part, texts in found:
+            of = collections.Counter(texts.values()) if part.suffix not in metadata.SUFFIXES else {}
+            if shared := [text for text, number in of.items() if number > 1]:
+                names = ", ".join(image for image, text in texts.items() if text == shared[0])
+                self._doubts.append(
+                    f"texts of several pictures: {len(shared):,}, such as {shared[0]} of {names}: give each picture "
+                    "its own text, as in NAME.jpg.txt, or move masks and the like to another folder"
+                )
             if lacking := sorted(captioned - texts.keys()):
                 self._warnings.append(
                     f"{len(lacking)} of {len(captioned)} pictures have no {part.text}, only other "
@@ -265,7 +276,7 @@ def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[
     found, rest = dict[str, str](), list[tuple[str, list[str]]]()
     for image in images:
         stem = os.path.splitext(image)[0]
-        stems = [image] if _folded(stem) in whole else [stem, image]
+        stems = [image] if _folded(stem) in whole else [image, stem]
         texts = [f"{stem}.{suffix}" for stem in stems]
         if name := next((text for text in texts if text in names or text in lower), ""):
             found[image] = name if name in names else lower[name]

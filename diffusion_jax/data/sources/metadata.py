@@ -8,6 +8,7 @@ images may be in any folder.
 
 import collections
 import functools
+import itertools
 import os
 import pathlib
 import posixpath
@@ -16,10 +17,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diffusion_jax.config.picture_fields import Field
-from diffusion_jax.data import captions, records, rows
+from diffusion_jax.data import captions, records, rows, storage
 from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.inventory import TEXTS, Inventory
 from diffusion_jax.files import untrusted
+
+_LOOKED = 100  # Number of rows in which the column of image names is looked for.
+_CAMERAS = (".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf", ".rw2")
 
 SUFFIXES = {"csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"}
 """The suffix of each kind of table in data.text."""
@@ -67,6 +71,7 @@ def read(
     field: str,
     inventory: Inventory,
     number: Field | None = None,
+    also: Collection[str] = (),
 ) -> dict[str, Found]:
     """Return the captions or numbers in all tables of one kind, keyed by image.
 
@@ -79,8 +84,9 @@ def read(
         images: the paths among these that are images.
         kind: the kind of tables, a key of SUFFIXES.
         field: the column of captions or numbers.
-        inventory: gets the rows without an image, and the tables without names of images.
+        inventory: gets the rows without an image, and the tables without its columns.
         number: the entry of data.fields, if the column holds numbers. None: it holds captions.
+        also: other columns of captions that are read. Tables with one of them are not left out.
 
     Raises:
         ValueError: there is no table, a row is malformed, a number is not in its range, two tables
@@ -98,7 +104,7 @@ def read(
     found, table_of, columns, opened = {}, {}, set[str](), _Images(root, images)
     lost: list[tuple[str, str]] = []
     for table in tables:
-        texts, later = _read_table(root, table, field, opened, columns, inventory, number)
+        texts, later = _read_table(root, table, field, opened, columns, inventory, number, {field, *also})
         lost += later
         for image, several in texts.items():
             if image in found:
@@ -132,7 +138,7 @@ def read(
 
 def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
     """Return the error message for tables without the name of an image. The place names `name`."""
-    match [image for image in images if _tail(1)(image) == _tail(1)(name)]:
+    match [image for image in images if _tail(1)(_stem(image)) == _tail(1)(_stem(name))]:
         case []:
             reason = "it does not exist"
         case [image]:
@@ -159,19 +165,25 @@ def _read_table(
     columns: set[str],
     inventory: Inventory,
     number: Field | None,
+    wanted: set[str],
 ) -> tuple[Mapping[str, list[Any]], list[tuple[str, str]]]:
     """Return (value, how it was found) of each image, and (place, name) of rows without an image.
 
     The table's columns are added to `columns`. Raises ValueError if a row is malformed.
     """
-    folder, stem = posixpath.dirname(table), _stem(table)
+    folder, stem = posixpath.dirname(table), posixpath.splitext(table)[0]
     texts, column = collections.defaultdict[str, list[Any]](list), ""
     later: list[tuple[str, str, Any]] = []
+    is_wanted = False
     depths = dict[str, int]()  # The number of parts of each name, with its folders.
-    for place, row in (cells := rows.read(root / table)):
+    cells = rows.read(root / table)
+    first = list(itertools.islice(cells, _LOOKED))
+    likeliest = _name_columns([row for _, row in first], folder, images)
+    for place, row in (cells := itertools.chain(first, cells)):
         columns.update(row)
+        is_wanted |= not wanted.isdisjoint(row)
         if not column or (column != rows.KEY and column not in row):  # Rows of .jsonl may differ.
-            found = (name for name in rows.FILES if name in row)
+            found = (name for name in likeliest if name in row)
             column = next(found, column or rows.name_column(row))
         if not column:
             named = (other for other, later in cells if rows.name_column(later))
@@ -197,7 +209,7 @@ def _read_table(
             later.append((place, str(name) if "://" in str(name) else image or str(name), text))
             depths[later[-1][1]] = _slashed(str(name)).removeprefix("./").count("/") + 1
     if column:
-        inventory.add(TEXTS, [table])
+        inventory.add(TEXTS if is_wanted else "table_without_column", [table])
     if column != rows.KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
         for form, how in _FORMS.items():
@@ -212,6 +224,13 @@ def _read_table(
                     rest = _assign(texts, rest, images, form, how)
                 later += rest
     return texts, [(place, name) for place, name, _ in later]
+
+
+def _name_columns(first: Sequence[Mapping[str, Any]], folder: str, images: _Images) -> list[str]:
+    """Return rows.FILES, beginning with the column that names the most images in the first rows."""
+    is_name = lambda cell: rows.is_picture(cell) and not storage.is_url(cell)
+    score = lambda cell: is_name(cell) + (images.path(folder, cell) in images.paths)
+    return sorted(rows.FILES, key=lambda name: -sum(score(str(row[name])) for row in first if name in row))
 
 
 def _numeric(place: str, cell: Any, number: Field) -> float:
@@ -262,7 +281,9 @@ def _assign(
 
 
 def _stem(name: str) -> str:
-    return posixpath.splitext(name)[0]
+    """Return a name without the suffix of a picture. The name "v1.5" has none."""
+    has_suffix = rows.is_picture(name) or name.lower().endswith(_CAMERAS)
+    return posixpath.splitext(name)[0] if has_suffix else name
 
 
 def _folded_stem(name: str) -> str:

@@ -83,6 +83,12 @@ def open_tars(
     num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
     num_images = len(table) + num_bare
     kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
+    if not num_images and (number := inventory.counts["duplicate_key"]):
+        raise ValueError(
+            f"names of files occur several times in a tar ({number}, such as "
+            f"{inventory.first['duplicate_key'][0]}), so no text is certain to belong to a picture: give each record "
+            "a name of its own"
+        )
     try:
         records.check_any(num_images, path, facts["suffixes"], kind)
         records.check_captions(num_bare, first, num_images, text, uncaptioned, facts["suffixes"])

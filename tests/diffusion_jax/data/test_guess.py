@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import sources, tars
+from diffusion_jax.data import show, sources, tars
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.guess import guess
 from diffusion_jax.examples.digits import rendering as digits
@@ -112,6 +112,8 @@ TURNS = '[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a cat
         ("00000.png.json", '{"category": "danbooru", "author": "a b", "tag_string": "a cat"}', "json:tag_string"),
         ("00000.json", '{"id": "7", "words": "a cat"}', "json:words"),
         ("m.jsonl", '{"file_name": "00000.png", "hash": "a1", "\\u6587": "a cat"}', "jsonl:\u6587"),
+        ("p.json", '{"00000.png": {"th": "2022-08-07 22:57:00", "p": "a cat", "sa": "k_lms"}}', "coco:p"),
+        ("m.csv", "image,artist,negative,words\n00000.png,J B,a bad dog,a cat\n", "csv:words"),
         ("a.json", coco([(7, "00000.png")], {"id": 1, "image_id": 7, "caption": "a cat"}), "coco:caption"),
     ],
 )
@@ -139,7 +141,9 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
         ("m.csv", "file_name,hash\n00000.png,a1\n00001.png,b2\n", "hash: name .*--text=csv:hash"),
         ("m.csv", "file_name,set\n00000.png,my set\n00001.png,my set\n", "--text=csv:set"),
         ("m.csv", "00000.png,a cat,x\n", 'begins with "00000.png" instead of names of columns'),
-        ("00000.json", '{"category": "danbooru", "author": "x"}', "--text=json:category"),
+        ("00000.json", '{"category": "danbooru", "author": "x"}', "--text=json:category, or, if there are none, move"),
+        ("00000.json", '["a cat"]', "00000.json has the name of a picture, but has no field with a text: write"),
+        ("m.csv", "file_name,caption*2\n00000.png,a cat\n", "data.text cannot name 'caption.2': rename it"),
         ("m.csv", f"{POINTER}1", "m.csv is a pointer of Git LFS, not the file: run git lfs pull"),
         ("m.json", f"{POINTER}1", "m.json is a pointer of Git LFS, not the file: run git lfs pull"),
         ("00000.json", f"{POINTER}1", "a .json is a pointer of Git LFS, not the file: run git lfs"),
@@ -163,6 +167,9 @@ def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, pla
     for text in (["said"], [b"said"]):
         pyarrow.parquet.write_table(pyarrow.table({"image": image, "text": text}), bare / "a.parquet")
         assert guess(str(bare)) == Data("huggingface", str(bare), "text", uncaptioned="drop")
+    (bare / "00000.txt").write_text("said")
+    doubts = show.doubts(sources.open_records(guess(str(bare))))
+    assert doubts[1].startswith("files that may hold more pictures, but are not read: 1, such as a.parquet: ")
 
 
 def test_an_empty_tar_is_an_error_that_says_so(tmp_path):
@@ -196,6 +203,48 @@ def test_the_kind_of_captions_with_the_most_pictures_is_chosen(bare):
     assert guess(str(bare)).text == "jsonl:text"
 
 
+def test_a_column_of_captions_that_is_known_by_its_values_alone_is_a_warning(bare, caplog):
+    (bare / "m.csv").write_text("file_name,by,words\n00000.png,J B,a cat\n")
+    guess(str(bare))
+    assert "m.csv: reading words, not by, by its values alone" in caplog.text
+
+
+def test_of_columns_with_captions_of_equally_many_pictures_the_one_with_the_likeliest_name_is_chosen(bare):
+    for name, column in (("a.csv", "place"), ("b.csv", "caption")):
+        (bare / name).write_text(f"file_name,{column}\n" + "".join(f"0000{i}.png,a {column} {i}\n" for i in range(3)))
+    assert guess(str(bare)).text == "csv:caption"
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"00001.txt": "a dog", "00000.caption": "a cat"}, "txt,caption"),
+        ({"00001.txt": "a dog", "m.csv": "image,prompt\n00000.png,a cat\n"}, "txt,csv:prompt"),
+        (
+            {"m.csv": "image,text\n00001.png,a dog\n", "n.csv": "image,caption\n00000.png,a cat\n"},
+            "csv:text,csv:caption",
+        ),
+        ({"00001.txt": "a dog", "00000.txt": "a cat", "00002.json": '{"note": "by me"}'}, "txt"),
+        ({"00001.txt": "a dog", "00000.txt": "a cat", "m.csv": "image,text\n00000.png,an ox\n"}, "txt"),
+    ],
+)
+def test_captions_of_different_pictures_in_different_places_are_all_read(bare, files, text):
+    for name, content in files.items():
+        (bare / name).write_text(content)
+    data = guess(str(bare))
+    assert {*data.text.split(",")} == {*text.split(",")}
+    assert sources.open_records(data).texts([0, 1]) == ["a cat", "a dog"]
+
+
+@pytest.mark.parametrize("name", ["set{1}", "photos@2x"])
+def test_the_name_of_an_existing_folder_is_neither_a_pattern_nor_a_split(plain, tmp_path, name):
+    shutil.copytree(plain, tmp_path / name)
+    (tmp_path / "set1").mkdir()
+    assert len(sources.open_records(guess(str(tmp_path / name)))) == 3
+    tars.write(tmp_path / name / "a.tar", [{tars.KEY: b"0", "png": (plain / "00000.png").read_bytes(), "txt": b"said"}])
+    assert first(guess(f"webdataset:{tmp_path / name}")) == "said"
+
+
 def test_unreadable_captions_are_an_error_instead_of_empty_captions(bare):
     assert guess(str(bare)).uncaptioned == "empty"
     table = bare / "metadata.jsonl"
@@ -208,7 +257,7 @@ def test_unreadable_captions_are_an_error_instead_of_empty_captions(bare):
     table.unlink()
     (bare / "captions").mkdir()
     (bare / "captions" / "00001.txt").write_text("beside nothing")
-    with pytest.raises(ValueError, match=r"captions/00001\.txt has the name of a picture in"):
+    with pytest.raises(ValueError, match=r"captions/00001\.txt has the name of a picture, but lies in another"):
         guess(str(bare))
 
 
@@ -220,6 +269,11 @@ def test_captions_in_tars_are_read_from_txt_or_json_members(plain, tmp_path):
     tars.write(tmp_path / "txt.tar", [{**members, "json": about, "txt": b"said"}])
     assert first(guess(str(tmp_path / "json.tar"))) == "asked"
     assert first(guess(str(tmp_path / "{txt,json}.tar"))) == "said"
+    other = {**members, tars.KEY: b"1", "json": about}
+    tars.write(tmp_path / "both.tar", [{**members, "txt": b"said"}, other, {tars.KEY: b"README", "caption": b"x"}])
+    data = guess(str(tmp_path / "both.tar"))
+    assert data.text == "txt,json:prompt"
+    assert sources.open_records(data).texts([0, 1]) == ["said", "asked"]
     (tmp_path / "none").mkdir()
     tars.write(tmp_path / "none" / "a.tar", [members])
     with pytest.raises(ValueError, match=r"no captions in .*a\.tar \(suffixes of its files: png\): set --text"):
@@ -232,10 +286,11 @@ def test_captions_in_tars_are_read_from_txt_or_json_members(plain, tmp_path):
         guess(str(tmp_path / "none"))
 
 
-def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path, monkeypatch):
+def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path, monkeypatch, caplog):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    caplog.set_level("INFO")
     images = [{"bytes": p.read_bytes(), "path": None} for p in sorted(plain.glob("*.png"))]
     kinds = {"label": datasets.Value("int64"), "description": datasets.Value("string")}
     features = datasets.Features({"image": datasets.Image(), **kinds})
@@ -247,6 +302,7 @@ def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path
     for split in ("test", "train"):
         rows.to_parquet(tmp_path / "clone" / "data" / f"{split}-00000-of-00001.parquet")
     data = guess(str(tmp_path / "clone"))
+    assert "clone@train, not 1 file of other splits, such as data/test-00000-of-" in caplog.text
     assert data.path == f"{tmp_path}/clone@train" and first(data) == "x"
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
     datasets.load_from_disk(tmp_path / "saved/train").shuffle()  # Writes cache-NUMBER.arrow.
@@ -275,9 +331,11 @@ def test_the_error_of_a_damaged_table_names_it(tmp_path, content):
             guess(str(tmp_path / name.partition("/data")[0]))
 
 
-def test_an_explicitly_named_source_is_used(plain):
+def test_an_explicitly_named_source_or_table_is_used(plain, tmp_path):
     data = guess(f"folder:{plain}::txt")
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)
+    (tmp_path / "a.json").write_text('{"b.png": "a cat"}')
+    assert guess(str(tmp_path / "a.json")).text == "coco:caption"
     with pytest.raises(FileNotFoundError, match="no data at /nowhere: check the path"):
         guess("/nowhere")
     with pytest.raises(ValueError, match=r"is not a folder, \.tar, \.csv, \.tsv"):

@@ -150,6 +150,7 @@ FINE = ["a cat", "a dog", "a fox", "a cat"]
 NAMED = "file_name,text\n" + "".join(f"{i}.png,a cat {i}\n" for i in range(4))
 BLANK = "file_name,caption\n0.png,a cat\n0.png,\n1.png,a dog\n1.png,\n"
 NULL = '{"file_name": "0.png", "text": "a cat"}\n{"file_name": "1.png", "text": []}\n'
+DEEP = {"x/in/0.png": None, "x/in/1.png": None, "m.csv": "image,text\nin/0.png,a cat\nin/1.png,a dog\n"}
 AWAY = {"in/0.png": None, "in/1.png": None, "m.csv": NAMED.replace("2.png", "out/2.png")}
 
 
@@ -188,7 +189,19 @@ def check_doubts(path, lines):
         (several([None, None], a_txt="b"), ["2 of 2 .* 0.png; texts without a picture: a.txt: add"]),
         (several([*FINE, LFS]), ["pointers of Git LFS: 1 in texts, such as that of 4.png: run"]),
         ({**several(FINE), "0.png": LFS}, ["pointers of Git LFS: 1 of 4 picture files looked into"]),
+        (several(["0 0.5 0.5", "1 0.2 0.5", "2 0.2 0.1"]), ["3 of 3 captions look like ids, paths or URLs, "]),
+        (
+            several(['["a cat", "an ox"]', "['a dog']", "{'en': 'a fox'}"]),
+            ["3 of 3 captions look like lists or objects"],
+        ),
+        ({**several(FINE), "0.jpg": None}, ["texts of several pictures: 1, such as 0.txt of 0.jpg, 0.png: give each"]),
+        (
+            several(FINE, b_zip="", c_tar=""),
+            ["files that may hold more pictures, but are not read: 2, such as b.zip: "],
+        ),
         (several(FINE, m_csv=NAMED), [f"{UNREAD}m.csv"]),
+        ({**several([None] * 4, m_csv=NAMED), "n.txt": NAMED}, [f"{UNREAD}n.txt: give it the"]),
+        ({**several([None] * 4, m_csv=NAMED), "n.csv": "image,by\n0.png,J B\n1.png,B J\n"}, [f"{UNREAD}n.csv: give"]),
         (several(FINE, m_txt=NAMED), [f"{UNREAD}m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
         (several(FINE, m_csv="id,label\n0,cat\n1,dog\n"), []),
@@ -200,6 +213,7 @@ def check_doubts(path, lines):
         ({**several([None] * 3, m_csv=NAMED), "3.jpg": None}, ["suffix: 1, such as that of 3.jpg in m.csv"]),
         ({"0.jpg": None, "1.jpg": None, "m.csv": NAMED}, []),
         (AWAY, ["captions found by the file name alone: 2, such as that of in/0.png in m"]),
+        (DEEP, ["captions found by the last 2 parts of the path: 2, such as that of x/in/0.png"]),
     ],
 )
 def test_doubts_name_what_looks_wrong(tmp_path, files, lines):
@@ -217,6 +231,7 @@ BY_KEY = "key,caption\n000,a dog\n001,an ox\n"
         ({}, {"00.parquet": "", "00_stats.json": '{"key": "000", "caption": "a dog"}'}, []),
         ({"001.png": LFS}, {}, ["pointers of Git LFS: 1 of 4 picture files looked into, such as that of "]),
         ({"002.txt": LFS, "003.txt": LFS}, {}, ["pointers of Git LFS: 2 in texts, such as that of "]),
+        ({"000.bmp": b"x"}, {}, ["the last picture of each record gets its text, not others such as "]),
         ({}, {"train.csv": BY_KEY}, [UNREAD]),
         ({}, {"a.json": '{"000": "a dog", "001": "an ox"}'}, [UNREAD]),
         ({}, {"train.csv": "name,price\ncar,3\n", "a.png": None}, []),

@@ -48,7 +48,7 @@ def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"no images in .* and found no files at all"):
         open_folder(tmp_path)
     (tmp_path / "a.tar.gz").touch()
-    with pytest.raises(ValueError, match=r"found tar\.gz; check the path$"):
+    with pytest.raises(ValueError, match=r"found tar\.gz; check the path, or decompress the tars$"):
         open_folder(tmp_path)
     (tmp_path / "a.tar").touch()
     with pytest.raises(ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"):
@@ -183,6 +183,7 @@ def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
         # The text of z.jpg is not that of z.jpg.webp.
         (["z.jpg", "z.jpg.txt", "z.jpg.webp"], {"z.jpg": "z.jpg.txt"}),
         (["z.jpg", "z.txt", "z.jpg.webp", "z.jpg.webp.txt"], {"z.jpg": "z.txt", "z.jpg.webp": "z.jpg.webp.txt"}),
+        (["0.jpg", "0.png", "0.txt", "0.png.txt"], {"0.jpg": "0.txt", "0.png": "0.png.txt"}),
         (["Z.JPG", "z.jpg.txt", "z.jpg.webp"], {"Z.JPG": "z.jpg.txt"}),
         (["caf\u00e9.png", "cafe\u0301.txt"], {"caf\u00e9.png": "cafe\u0301.txt"}),
         (["A.png", "a.TXT"], {"A.png": "a.TXT"}),

@@ -50,6 +50,10 @@ def test_a_path_that_names_a_table_leaves_out_the_others(tmp_path):
     message = r"data\.path is the file .*train\.csv, but data\.text is 'txt': name a folder or, with"
     with pytest.raises(ValueError, match=message):
         open_folder(tmp_path / "train.csv", "txt")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/train.csv").write_text("file_name,text\n../train/a.png,a\n")
+    with pytest.raises(ValueError, match=r"in the table's folder \(name one that holds both\) and found csv"):
+        open_folder(tmp_path / "notes/train.csv", "csv:text")
 
 
 def test_the_layout_of_img2dataset_is_read(tmp_path):
@@ -134,6 +138,40 @@ def test_names_without_suffix_match_images_despite_case_and_unicode_form(tmp_pat
     assert texts(open_folder(tmp_path, "coco:text", "drop")) == {"caf\u00e9.png": "accent", "B.png": "case"}
 
 
+def test_a_dot_in_a_name_without_suffix_belongs_to_the_name(tmp_path):
+    images(tmp_path, "v1.png", "v1.5.png", "at 10.30.png", "c.jpg", "d.jpg")
+    content = "file_name,text\nv1.5,one\nat 10.30,two\nc.tiff,three\nd.HEIC,four\n"
+    expected = {"v1.5.png": "one", "at 10.30.png": "two", "c.jpg": "three", "d.jpg": "four"}
+    assert texts(table(tmp_path, "m.csv", content)) == expected
+    images(tmp_path / "in", "in/v1.png", "in/v1.5.png")
+    assert texts(table(tmp_path / "in", "m.csv", "file_name,text\nv1.5,one\n")) == {"in/v1.5.png": "one"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells"),
+    [
+        ("image,path", "{other},{own}.png"),
+        ("image,path", "https://x/{other}.png,{own}.png"),
+        ("file_name,image_path", ",{own}.png"),
+        ("filename,image_path", "set/{other}.png,./{own}.png"),
+    ],
+)
+def test_of_several_columns_of_names_the_one_that_names_most_images_is_used(tmp_path, columns, cells):
+    images(tmp_path, "0.png", "1.png")
+    rows = [f"{cells.format(own=own, other=1 - own)},text {own}" for own in (0, 1)]
+    content = "\n".join([f"{columns},text", *rows])
+    assert texts(table(tmp_path, "m.csv", content)) == {"0.png": "text 0", "1.png": "text 1"}
+
+
+def test_a_table_without_the_column_of_captions_is_left_out_unless_another_of_its_columns_is_read(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    (tmp_path / "n.csv").write_text("file_name,title\nb.png,two\n")
+    folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\n")
+    assert folder.left_out() == {"table_without_column": 1, "no_caption": 1}
+    folder = open_folder(tmp_path, text="csv:text,csv:title")
+    assert (texts(folder), folder.left_out()) == ({"a.png": "one", "b.png": "two"}, {})
+
+
 def test_an_inexact_name_does_not_match_an_image_that_another_row_names(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
@@ -198,6 +236,7 @@ def test_rows_can_name_their_images_in_different_columns(tmp_path):
     [
         ("a%20b.png", "it does not exist"),
         ("a.png", "several pictures have its name: x/a.png, y/a.png"),
+        ("a", "several pictures have its name: x/a.png, y/a.png"),
         ("val/a b.png", "the picture of its name is a b.png"),
     ],
 )

@@ -414,6 +414,12 @@ def test_of_numbers_twice_in_a_tar_the_last_ones_are_used(tmp_path):
     assert records_of(plain) == [(b"x", "a"), (b"x", "b")] and plain.left_out() == {}
 
 
+def test_pictures_and_texts_of_equal_keys_in_separate_parts_are_an_error(tmp_path):
+    tars.write(tmp_path / "a.tar", [{tars.KEY: b"0", suffix: b"x"} for suffix in ("png", "png", "txt", "txt")])
+    with pytest.raises(ValueError, match=r"names of files occur several times in a tar \(4, such as .*0\.png\), so no"):
+        open_tars(tmp_path / "a.tar")
+
+
 def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
     names = ["a/1.JPG", "a/1.txt", "a/1.json", "a/1.cls", "a/2.gif", "a/2.txt", "a/2.png", "3.v1.png", "3.v1.txt"]
     names += ["4.mp4", "4", ".DS_Store", "__MACOSX/1.jpg", "alone.txt"]
