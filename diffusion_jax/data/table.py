@@ -57,7 +57,7 @@ PART = 2**18
 CARD = "card.json"
 FILE = re.compile(r"[0-9a-f]{24}\.((rows|texts|joined|names|left|without)\.arrow|pictures)")
 """The pattern of the names of a table's other files."""
-_VERSION = 1
+_VERSION = 2  # Of the rules that pair pictures with captions, too.
 _CAPTION, _UNUSABLE, _IN_PLACE = range(3)  # The kinds of texts.
 _KEPT = "kept"  # The kind of the file HASH.pictures in the card.
 _LEFT_OUT = Unusable("left_out", "`data edit --leave_out` names it")

@@ -137,7 +137,7 @@ def test_a_damaged_file_of_a_table_is_written_again(folder, imports):
             assert texts(open_folder(folder)) == expected
         path.unlink()
         assert texts(open_folder(folder)) == expected
-    for card in (b"[]", b"{}", b"[" * 9999, b'{"version": 1, "parts": 3}', b"\xff"):
+    for card in (b"[]", b"{}", b"[" * 9999, b'{"version": 2, "parts": 3}', b"\xff"):
         (home_of(folder) / table.CARD).write_bytes(card)
         assert texts(open_folder(folder)) == expected
     num = len(imports)

@@ -334,7 +334,7 @@ def test_a_table_is_opened_with_the_settings_of_its_import_and_if_its_pictures_e
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff", b"[" * 10**5, b"[]", b"{}", b'{"version": 1}', b'"a"', b'["version"]']
+    "content", [b"", b"\xff", b"[" * 10**5, b"[]", b"{}", b'{"version": 2}', b'"a"', b'["version"]']
 )
 def test_a_damaged_card_of_a_table_is_an_error_and_a_card_of_a_picture_is_none(tmp_path, content):
     draw(tmp_path / "set/card.jpg")
