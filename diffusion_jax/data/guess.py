@@ -140,6 +140,12 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     for place in sorted(counts, key=lambda place: (len(counts[place]), _is_likely(place)), reverse=True):
         if not chosen or (_is_likely(place) and captioned.isdisjoint(counts[place])):
             chosen, captioned = [*chosen, place], captioned | counts[place]
+    for place, pictures in counts.items():
+        if lost := pictures - captioned:
+            number, both = progress.counted(len(lost), "picture"), ",".join([*chosen, place])
+            logging.warning(
+                "the captions of %s are in %s, which is not read: read both with --text=%s", number, place, both
+            )
     return _data("folder", path, ",".join(chosen))
 
 

@@ -236,6 +236,15 @@ def test_captions_of_different_pictures_in_different_places_are_all_read(bare, f
     assert sources.open_records(data).texts([0, 1]) == ["a cat", "a dog"]
 
 
+def test_captions_in_a_second_place_that_also_has_those_of_others_are_named_in_a_warning(bare, caplog):
+    (bare / "m.csv").write_text("file_name,text\n00000.png,a cat\n00001.png,a dog\n")
+    for name in ("00001.txt", "00002.txt"):
+        (bare / name).write_text("a bird")
+    assert guess(str(bare)).text in ("csv:text", "txt")
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "of 1 picture are in" in message and "which is not read: read both with --text=" in message
+
+
 @pytest.mark.parametrize("name", ["set{1}", "photos@2x"])
 def test_the_name_of_an_existing_folder_is_neither_a_pattern_nor_a_split(plain, tmp_path, name):
     shutil.copytree(plain, tmp_path / name)
