@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     with cli.bad_input():
         data = _data(args)
-        can_be_moments = args.command == "show" and data.source == MOMENTS
-        records = moments.open_table(data) if can_be_moments else sources.open_records(data)
+        needs_pictures = args.command != "show" or args.sheet or data.source != MOMENTS
+        records = sources.open_records(data) if needs_pictures else moments.open_table(data)
         args.run(args, data, records)
         doubts = show.doubts(records)
         for line in doubts:

@@ -22,8 +22,8 @@ from diffusion_jax.files import untrusted
 from diffusion_jax.logs import progress
 
 # Text fields that never hold captions.
-_OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message", "sha256", "exif")
-_OTHER += ("negative_prompt", "negative", "license", "copyright", "html")
+_OTHER = (*rows.FILES, "key", "url", "html", "status", "error_message", "sha256", "exif")
+_OTHER += ("negative_prompt", "negative", "license", "copyright")
 _READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
 """Suffixes of files that may hold captions."""
 _LETTER = re.compile(r"[a-zA-Z]|[^\x00-\x7f]")

@@ -162,15 +162,18 @@ def beside(name: str, kind: str) -> str:
 
 
 def count_beside(folder: str, own: Sequence[str], inventory: Inventory) -> list[str]:
-    """List a folder of files of records: add the other files to the inventory, and return the rest.
+    """Return the files under a folder that hold records, and add the others to the inventory.
 
-    `own` holds what the names of the data set's files contain, such as ".array_record".
+    `own` holds parts of the names of files with records, such as ".array_record".
     """
-    names = storage.walk(folder, inventory)
-    found = [name for name in names if any(part in os.path.basename(name) for part in (*own, *_FACTS))]
-    for name in sorted({*names} - {*found}):
-        inventory.add(beside(name, "beside_records"), [name])
-    return [name for name in found if os.path.basename(name) not in _FACTS]
+    found = list[str]()
+    for name in storage.walk(folder, inventory):
+        base = os.path.basename(name)
+        if any(part in base for part in own):
+            found.append(name)
+        elif base not in _FACTS:
+            inventory.add(beside(name, "beside_records"), [name])
+    return found
 
 
 def key_of(name: str) -> int:

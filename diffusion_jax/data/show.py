@@ -301,6 +301,8 @@ def _placed(place: Place) -> str:
 def _picture(image: bytes, text: object) -> str:
     if not image and isinstance(text, Unusable):
         return str(text)
+    if image.startswith(np.lib.format.MAGIC_PREFIX):
+        return f"moments, {len(image):,} bytes"
     try:
         decoding.crop(image, (64, 64))
     except Unusable as error:

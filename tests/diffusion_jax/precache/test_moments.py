@@ -320,6 +320,8 @@ def test_show_reads_the_table_of_moments_and_other_commands_need_pictures(folder
     data_command.main(["show", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "5 pictures" in printed and "NAME.txt" in printed
+    data_command.main(["show", str(tmp_path / "out"), "--row=3.png"])
+    assert "moments, 256 bytes" in capsys.readouterr().out
     with pytest.raises(ValueError, match="the data source 'moments' has no image files"):
         open_records(guess.guess(str(tmp_path / "out")))
 

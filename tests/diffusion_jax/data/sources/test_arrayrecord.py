@@ -93,10 +93,14 @@ def test_a_failed_write_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_temporary_files_of_a_killed_writer_are_ignored(tmp_path):
+def test_only_complete_files_of_records_are_read_and_the_others_are_named(tmp_path):
     write(tmp_path / "a.array_record", {"jpg": b"x", "txt": b"t"})
     (tmp_path / ".b.array_record.0123.tmp").write_bytes(b"half")
-    assert len(open_files(tmp_path)) == 1
+    for name in ("features.json", "my_state.json", "c.jpg", "readme.md"):
+        (tmp_path / name).write_text("{}")
+    table = open_files(tmp_path)
+    assert len(table) == 1 and table.left_out() == {"hidden": 1, "beside_records": 2}
+    assert [name for name, _ in table.left()][1:] == [f"{tmp_path}/{name}" for name in ("c.jpg", "my_state.json")]
 
 
 @pytest.fixture(scope="module")
