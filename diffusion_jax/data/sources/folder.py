@@ -186,7 +186,9 @@ class _Files:
                     f"texts of several pictures: {len(shared):,}, such as {shared[0]} of {names}: give each picture "
                     "its own text, as in NAME.jpg.txt, or move masks and the like to another folder"
                 )
-            if lacking := sorted(captioned - texts.keys()):
+            others = set[str]().union(*(of for other, of in found if other is not part))
+            lacking = sorted(captioned - texts.keys())
+            if lacking and not others.isdisjoint(texts):  # Else, each picture has a text of one place.
                 self._warnings.append(
                     f"{len(lacking)} of {len(captioned)} pictures have no {part.text}, only other "
                     f"texts; the first: {lacking[0]}"
