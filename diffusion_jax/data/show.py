@@ -23,7 +23,6 @@ from diffusion_jax.files import sheets, untrusted
 _ID = re.compile(r"\S*(\d|/|\\|\w\.\w)\S*|[^a-zA-Z]*")  # Numbers, hashes, names of files, paths and URLs.
 # Lists of texts and objects, as programs write them into the cells of a .csv.
 _LIST = re.compile(r"\[\s*['\"].*['\"]\s*\]|\{.*\}", re.DOTALL)
-_LINES = re.compile(r"(.*\S.*\n)+.*\S.*")  # Without blank lines, unlike paragraphs.
 _PACKED = (".tar", ".zip", ".gz", ".tgz", ".7z", ".rar")
 _FREQUENT = 3  # Number of the most frequent captions that are shown.
 _LOOKED = 1000  # The largest number of files to look into.
@@ -164,7 +163,8 @@ def doubts(records: Records) -> list[str]:
     single = {text: n for text, n in texts.items() if not guess.has_several_words(text)}
     ids = {text: n for text, n in single.items() if _ID.fullmatch(text)}
     lists = {text: n for text, n in texts.items() if _LIST.fullmatch(text)}
-    lines = {text: n for text, n in texts.items() if _LINES.fullmatch(text)}
+    # Paragraphs have blank lines between them.
+    lines = {text: n for text, n in texts.items() if "\n" in text and all(map(str.strip, text.split("\n")))}
     nouns = "look like ids, paths or URLs", "look like lists or objects of a program", "have one word"
     nouns = *nouns, "have several lines (txt:lines reads each as a caption)"
     for some, noun in zip((ids, lists, single, lines), nouns, strict=True):
@@ -234,7 +234,8 @@ def _unread(table: Table) -> Iterable[str]:
     for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
             path = table.path(name)
-            names_any = name not in left["table_without_column"] and guess.names_pictures(files.path(path), pictures)
+            is_read = name in left["table_without_column"][:_LOOKED]  # Its rows name pictures anyway.
+            names_any = not is_read and guess.names_pictures(files.path(path), pictures)
             if names_any or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
     packed = [name for name in left["format"] if name.lower().endswith(_PACKED)]
