@@ -92,7 +92,7 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     numbered, width = _cells(path, delimiters)
     if not numbered:
         return
-    header = [name.strip() for name in numbered[0][1]]
+    header = [name.lower() if name.lower() in FILES else name for name in map(str.strip, numbered[0][1])]
     if pictures := [cell for cell in header if is_picture(cell)]:
         if width != 2 or len(pictures) != 1:
             raise ValueError(
@@ -199,7 +199,7 @@ def _jsonl(path: pathlib.Path) -> Iterator[Row]:
 
 
 def _json(path: pathlib.Path) -> Iterator[Row]:
-    if re.match(r"\s*\{.*+(?<=\})\n\s*\{", text := _decoded(path)):  # An object, and on the next line another.
+    if re.match(r"\s*\{[^\r\n]*+(?<=\})\r?\n\s*\{", text := _decoded(path)):  # An object, and another on the next line.
         return (yield from _jsonl(path))
     content, images, noun = _parsed(text, str(path)), {}, "item"
     if isinstance(content, dict) and isinstance(content.get("annotations"), list):
