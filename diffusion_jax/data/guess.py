@@ -24,7 +24,7 @@ from diffusion_jax.logs import progress
 # Text fields that never hold captions.
 _OTHER = (*rows.FILES, "key", "url", "html", "status", "error_message", "sha256", "exif")
 _OTHER += ("negative_prompt", "negative", "license", "copyright")
-_READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
+_READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet", "token", "jsonlines", "ndjson")
 """Suffixes of files that may hold captions."""
 _LETTER = re.compile(r"[a-zA-Z]|[^\x00-\x7f]")
 _LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
@@ -72,12 +72,9 @@ def guess(path: str, text: str = "") -> Data:
     if root.is_file() and kind in ("csv", "tsv", "jsonl", "json"):
         errors: list[ValueError] = []
         if not (text := text or "".join(_of_tables([root], errors))):
-            raise next(
-                iter(errors),
-                ValueError(
-                    f"{path} has no column file_name or no column of captions: add it, or name the captions with --text"
-                ),
-            )
+            list(rows.read(root))  # Raises ValueError for other JSON.
+            advice = "add it, or name the captions with --text"
+            raise (*errors, ValueError(f"{path} has no column file_name or no column of captions: {advice}"))[0]
         return _data("folder", path, text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
@@ -120,9 +117,9 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     if errors and not counts:
         raise errors[0]
     if not counts:
-        unread = [f for f in files if kind(f) in _READ]
         named = {stem.name for stem in stems}
-        for file in unread:
+        likeliest = lambda file: (file.stem in named, file.stat().st_size)
+        for file in sorted((f for f in files if kind(f) in _READ), key=likeliest, reverse=True):
             if file.stem in named:
                 reason = "lies in another folder: move each text into the folder of its picture"
                 if file in beside:
@@ -132,9 +129,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
                 if kind(file) == "json" and _parsed(file.read_bytes()):
                     list(rows.read(file))  # Raises ValueError for faulty annotations of COCO.
                 raise ValueError(
-                    f"{file} names pictures, but no captions were found in it: write a .csv with "
-                    "the columns file_name and caption (if it is one, rename it), or move the file "
-                    "to another folder"
+                    f"{file} names pictures, but no captions were found in it: write a .csv with the columns "
+                    "file_name and caption (rename a table to .csv or .jsonl), or move the file to another folder"
                 )
     chosen, captioned = list[str](), set[str]()
     for place in sorted(counts, key=lambda place: (len(counts[place]), _is_likely(place)), reverse=True):
@@ -288,8 +284,8 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl, .json or .parquet: write its data source "
-            f"before it, as in SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
+            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl, .json or .parquet: rename it if it is one of these, "
+            f"or write its data source before it, as in SOURCE:PATH, with one of {', '.join(sources.SOURCES)}"
         )
     training = [f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))]
     split = "" if records.split_of(path)[1] or not training or training == files == [root] else "@train"

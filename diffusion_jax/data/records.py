@@ -446,6 +446,7 @@ def check_any(num_images: int, place: Any, suffixes: Collection[str], images: st
         others = _list(suffixes)
         advice = ", or read the tars with data.source=webdataset" if "tar" in suffixes else ""
         advice += ", or unpack the zip files" if "zip" in others else ""
+        advice += ", or name a TFDS folder as tfds:FOLDER@SPLIT" if "record-0" in others else ""
         advice += ", or decompress the tars" if "tar." in others or "tgz" in others else ""
         endings = {suffix: suffix.rpartition(".") for suffix in suffixes}
         dotted = [s for s, (_, dot, last) in endings.items() if dot and last in untrusted.image_suffixes()]

@@ -6,7 +6,9 @@ and needs no header if it holds only pictures and captions. A .json holds one of
 - a list of texts or of objects;
 - an object that maps each image's name to a text, texts or an object (kohya's meta_cap.json);
 - an object that maps each column to its values (pandas);
-- COCO's annotations.
+- COCO's annotations;
+- an object with lists of objects that name images (Karpathy's splits, TextCaps);
+- an object on each line, as in .jsonl.
 
 Only CR and LF end a line.
 """
@@ -35,7 +37,7 @@ class Alone(dict[str, Any]):
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
 _LIKELY = (CAPTION, "text", "prompt", "description", "title", "comment", "tag_string")
-FILES = ("file_name", "filename", "image", "path", "image_name", "image_path", "img_path")
+FILES = ("file_name", "filename", "image", "path", "image_name", "image_path", "img_path", "filepath", "image_file")
 """The columns that may hold the path of an image, the likeliest first."""
 KEY = "key"
 """The column of an image's name without suffix in img2dataset's tables."""
@@ -90,7 +92,7 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     numbered, width = _cells(path, delimiters)
     if not numbered:
         return
-    header = [name.strip() for name in numbered[0][1]]
+    header = [name.lower() if name.lower() in FILES else name for name in map(str.strip, numbered[0][1])]
     if pictures := [cell for cell in header if is_picture(cell)]:
         if width != 2 or len(pictures) != 1:
             raise ValueError(
@@ -107,9 +109,9 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     for number, cells in numbered[1:]:
         place = f"{path}, line {number}"
         if len(cells) != width:
-            advice = "; quote a cell that holds a separator" if len(cells) > width else ""
+            advice = "quote a cell that holds a separator" if len(cells) > width else "add the missing separators"
             raise ValueError(
-                f"{place} has {len(cells)} cells, but the first line names {width} columns: {shown(cells)}{advice}"
+                f"{place} has {len(cells)} cells, but the first line names {width} columns: {shown(cells)}; {advice}"
             )
         if any(cells):
             yield place, {n: cell for n, cell in zip(header, cells, strict=True) if n}
@@ -129,7 +131,8 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
     """
     lines = untrusted.split_lines(_decoded(path))
     at = next((at for at, line in enumerate(lines) if line.strip()), 0)
-    delimiter = max(delimiters, key=lines[at].count)
+    begins = lambda d: any(map(is_picture, lines[at].replace('"', "").split(d)))
+    delimiter = max(delimiters, key=lambda d: (begins(d), lines[at].count(d)))
     if match := re.fullmatch(r'"?sep=(.)"?', lines[at].strip("\r\n "), re.IGNORECASE):
         delimiter, lines[at] = match[1], ""  # Excel's first line.
     options = {"delimiter": delimiter, "strict": True, "skipinitialspace": delimiter != "\t"}
@@ -196,7 +199,9 @@ def _jsonl(path: pathlib.Path) -> Iterator[Row]:
 
 
 def _json(path: pathlib.Path) -> Iterator[Row]:
-    content, images, noun = _parsed(_decoded(path), str(path)), {}, "item"
+    if re.match(r"\s*\{[^\r\n]*+(?<=\})\r?\n\s*\{", text := _decoded(path)):  # An object, and another on the next line.
+        return (yield from _jsonl(path))
+    content, images, noun = _parsed(text, str(path)), {}, "item"
     if isinstance(content, dict) and isinstance(content.get("annotations"), list):
         listed = content.get("images")
         images = _coco_images(path, listed) if isinstance(listed, list) else {}
@@ -208,6 +213,9 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
         content = [dict(zip(columns, row, strict=True)) for row in cells]
     elif isinstance(content, dict) and _is_by_image(content):
         content = [{"file_name": name, **_object(value)} for name, value in content.items()]
+    elif isinstance(content, dict):
+        lists = [of for of in content.values() if isinstance(of, list) and any(map(name_column, map(_object, of)))]
+        content = [row for of in lists for row in of] or content
     if not isinstance(content, list):
         raise ValueError(
             f"{path} holds {shown(content)}: it needs a list of texts or of objects, an object "
@@ -269,10 +277,11 @@ def _columns(content: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 def _is_by_image(content: Mapping[str, Any]) -> bool:
     """Return whether the keys of an object are names of images, as in kohya's meta_cap.json.
 
-    Lists may also be columns, whose names have no suffix.
+    Lists may also be columns, whose names have no suffix. An object that names its image is a row.
     """
     of_image = lambda key, value: isinstance(value, dict | str) or (isinstance(value, list) and "." in key)
-    return not likely(content) and all(of_image(*item) for item in content.items())
+    is_row = likely(content) or is_picture(str(content.get(name_column(content))))
+    return not is_row and all(of_image(*item) for item in content.items())
 
 
 def _parsed(text: str, place: str) -> Any:
@@ -283,11 +292,13 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """Return the cells of an object. The caption in LLaVA's layout is the only answer."""
+    """Return the cells of an object. LLaVA's only answer and Karpathy's sentences are captions."""
     match value:
         case {"conversations": [*turns]} if CAPTION not in value:
             said = [t.get("value") for t in turns if isinstance(t, dict) and t.get("from") == "gpt"]
             return {**value, CAPTION: said[0]} if len(said) == 1 else value
+        case {"sentences": [{"raw": _}, *_] as texts} if CAPTION not in value:
+            return {**value, CAPTION: [_object(text).get("raw") for text in texts]}
         case dict():
             return value
     return Alone({CAPTION: value})

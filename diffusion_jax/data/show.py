@@ -163,8 +163,11 @@ def doubts(records: Records) -> list[str]:
     single = {text: n for text, n in texts.items() if not guess.has_several_words(text)}
     ids = {text: n for text, n in single.items() if _ID.fullmatch(text)}
     lists = {text: n for text, n in texts.items() if _LIST.fullmatch(text)}
+    # Paragraphs have blank lines between them.
+    lines = {text: n for text, n in texts.items() if "\n" in text and all(map(str.strip, text.split("\n")))}
     nouns = "look like ids, paths or URLs", "look like lists or objects of a program", "have one word"
-    for some, noun in zip((ids, lists, single), nouns, strict=True):
+    nouns = *nouns, "have several lines (txt:lines reads each as a caption)"
+    for some, noun in zip((ids, lists, single, lines), nouns, strict=True):
         if 2 * (number := sum(some.values())) > total and len(texts) > 1:
             found.append(
                 f"{number:,} of {total:,} captions {noun}, such as {_short(next(iter(some)))}: "
@@ -231,7 +234,9 @@ def _unread(table: Table) -> Iterable[str]:
     for name in [*left["no_picture"][:_LOOKED], *tables]:
         with contextlib.suppress(OSError):
             path = table.path(name)
-            if guess.names_pictures(files.path(path), pictures) or (name in tables and guess.describes(path, pictures)):
+            is_read = name in left["table_without_column"][:_LOOKED]  # Its rows name pictures anyway.
+            names_any = not is_read and guess.names_pictures(files.path(path), pictures)
+            if names_any or (name in tables and guess.describes(path, pictures)):
                 found.append(name)
     packed = [name for name in left["format"] if name.lower().endswith(_PACKED)]
     packed += [name for name in tables if guess.has_pictures([pathlib.Path(table.path(name))])]

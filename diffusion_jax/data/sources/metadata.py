@@ -192,7 +192,7 @@ def _read_table(
             inventory.add("table_without_file_name", [table])
             return {}, []
         name, cell = row.get(column), row.get(field)
-        if not (isinstance(name, str) and name) and not (column == rows.KEY and type(name) is int):
+        if not (isinstance(name, str) and name) and type(name) is not int:
             raise ValueError(
                 f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or remove the row"
             )

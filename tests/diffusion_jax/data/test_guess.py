@@ -82,6 +82,7 @@ def coco(images, *annotations):
     return json.dumps({"images": listed, "annotations": annotations})
 
 
+RAW = '[{"raw": "a cat", "sentid": 0}, {"raw": "it sits", "sentid": 1}]'
 TURNS = '[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a cat"}]'
 
 
@@ -115,6 +116,22 @@ TURNS = '[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a cat
         ("p.json", '{"00000.png": {"th": "2022-08-07 22:57:00", "p": "a cat", "sa": "k_lms"}}', "coco:p"),
         ("m.csv", "image,artist,negative,words\n00000.png,J B,a bad dog,a cat\n", "csv:words"),
         ("a.json", coco([(7, "00000.png")], {"id": 1, "image_id": 7, "caption": "a cat"}), "coco:caption"),
+        (
+            "dataset_coco.json",
+            f'{{"images": [{{"filepath": "val", "filename": "00000.png", "sentences": {RAW}}}], "dataset": "x"}}',
+            "coco:caption",
+        ),
+        ("caps.json", '{"set": "train", "data": [{"image_path": "00000.png", "caption": "a cat"}]}', "coco:caption"),
+        ("x.json", '{"a": [{"filename": "00000.png", "raw": "a cat"}], "b": [{"id": 1}]}', "coco:raw"),
+        ("to.json", '{"image": "00000.png", "text": "a cat"}\n{"image": "no.png", "text": "b"}\n', "coco:text"),
+        ("to.json", '{"image": "00000.png", "text": "a cat"}\r\n{"image": "no.png", "text": "b"}\r\n', "coco:text"),
+        ("a.json", '{"data": [\r\n{"image": "00000.png", "text": "a cat"}\n]}\n', "coco:text"),
+        ("upload.csv", "Filename,Title,Keywords\n00000.png,a cat,cat\n", "csv:Title"),
+        ("recipes.csv", ",Title,Image_Name\n0,a cat,00000\n", "csv:Title"),
+        ("train.csv", "filepath\ttitle\n00000.png\ta cat\n", "csv:title"),
+        ("docci.jsonl", '{"image_file": "00000.png", "description": "a cat"}', "jsonl:description"),
+        ("token.csv", "no.png#0\ta dog, an ox, a fox\n00000.png#0\ta cat\n", "csv:caption"),
+        ("metadata.csv", '"no.png","a dog; an ox; a fox"\n"00000.png","a cat"\n', "csv:caption"),
     ],
 )
 def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text):
@@ -129,10 +146,9 @@ def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("captions.txt", "image,caption\n00000.png,a cat\n00001.png,b\n", "if it is one, rename"),
-        ("Flickr8k.token.txt", "00000.png#0\ta cat\n00002.png#0\tb", "token.txt names"),
         ("m.json", '{"file_name": "00000.png", "text": ""}\n{"image": "00001.png"}', "m.json na"),
-        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "m.json holds {"),
+        ("m.json", '{"data": [{"file_name": "00000.png"}, "00001.png"]}', "m.json names"),
+        ("m.json", '{"data": ["00000.png", "00001.png"]}', "m.json holds {"),
         ("m.json", coco([(1, "00000.png"), (1, "00001.png")]), '"00000.png" and "00001.png" both have the id 1'),
         ("m.json", coco([(1, "00000.png"), (2, "00001.png")], {"image_id": 3, "caption": "a cat"}), "image_id 3 is"),
         ("m.csv", "picture,words\n00000.png,a cat\n00001.png,b c\n", "m.csv names pictures, b"),
@@ -154,6 +170,45 @@ def test_captions_that_are_not_understood_are_an_error(bare, name, content, mess
     with pytest.raises(ValueError, match=message) as error:
         guess(str(bare))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed", "content"),
+    [
+        ("captions.txt", "captions.csv", "image,caption\n00000.png,a cat\n00001.png,b\n"),
+        ("Flickr8k.token.txt", "token.csv", "00000.png#0\ta cat\n00002.png#0\tb, and c\n"),
+        ("results.token", "results.tsv", "00000.png#0\ta cat\n00002.png#0\tb\n"),
+        ("d.jsonlines", "d.jsonl", '{"image": "00000.png", "text": "a cat"}\n{"image": "00001.png", "text": "b"}\n'),
+    ],
+)
+def test_a_table_is_read_after_it_was_renamed_as_its_error_says(bare, name, renamed, content):
+    (bare / name).write_text(content)
+    (bare / "split.txt").write_text("00000.png\n00001.png\n")
+    with pytest.raises(ValueError, match=rf"/{name} names pictures, but no .* \(rename a table to \.csv or \.jsonl\)"):
+        guess(str(bare))
+    if name.endswith(".txt"):
+        with pytest.raises(ValueError, match=rf"/{name} is not a folder, .* or \.parquet: rename it if it is one"):
+            guess(str(bare / name))
+    (bare / name).rename(bare / renamed)
+    assert first(guess(str(bare))) == "a cat"
+
+
+@pytest.mark.parametrize("content", ["a cat", '{"caption": "a cat"}', '{"image": "00000.png", "words": "a cat"}'])
+def test_a_text_in_another_folder_than_its_picture_is_named_before_lists_of_pictures(bare, content):
+    (bare / "split.txt").write_text("00000.png\n00001.png\n" * 9)
+    (bare / "texts").mkdir()
+    name = "00000.txt" if content == "a cat" else "00000.json"
+    (bare / "texts" / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"texts/{name} has the name of a picture, but lies in another folder: move"):
+        guess(str(bare))
+    (bare / "texts" / name).rename(bare / name)
+    assert first(guess(str(bare))) == "a cat"
+
+
+def test_the_error_of_a_damaged_json_that_is_named_says_so(bare):
+    (bare / "m.json").write_text('{"file_name": "00000.png"')
+    with pytest.raises(ValueError, match=r"m\.json: invalid JSON: Expecting ',' delimiter"):
+        guess(str(bare / "m.json"))
 
 
 def test_pictures_without_captions_beside_tars_or_parquet_are_previews(bare, plain, tmp_path):
@@ -226,6 +281,13 @@ def test_of_columns_with_captions_of_equally_many_pictures_the_one_with_the_like
         ),
         ({"00001.txt": "a dog", "00000.txt": "a cat", "00002.json": '{"note": "by me"}'}, "txt"),
         ({"00001.txt": "a dog", "00000.txt": "a cat", "m.csv": "image,text\n00000.png,an ox\n"}, "txt"),
+        (
+            {
+                "captions.json": '{"00000.png": "a cat", "00001.png": "a dog"}',
+                "image_info.json": '{"images": [{"id": 2, "file_name": "00002.png"}], "licenses": [{"id": 1}]}',
+            },
+            "coco:caption",
+        ),
     ],
 )
 def test_captions_of_different_pictures_in_different_places_are_all_read(bare, files, text, caplog):

@@ -194,6 +194,11 @@ def check_doubts(path, lines):
             several(['["a cat", "an ox"]', "['a dog']", "{'en': 'a fox'}"]),
             ["3 of 3 captions look like lists or objects"],
         ),
+        (
+            several(["a cat\nit sits", "a dog\nit runs", "an ox"]),
+            ["2 of 3 captions have several lines .txt:lines reads"],
+        ),
+        (several(["a cat\n\nIt sits.", "a dog\n\nIt runs."]), []),
         ({**several(FINE), "0.jpg": None}, ["texts of several pictures: 1, such as 0.txt of 0.jpg, 0.png: give each"]),
         (
             several(FINE, b_zip="", c_tar=""),
@@ -202,6 +207,7 @@ def check_doubts(path, lines):
         (several(FINE, m_csv=NAMED), [f"{UNREAD}m.csv"]),
         ({**several([None] * 4, m_csv=NAMED), "n.txt": NAMED}, [f"{UNREAD}n.txt: give it the"]),
         ({**several([None] * 4, m_csv=NAMED), "n.csv": "image,by\n0.png,J B\n1.png,B J\n"}, [f"{UNREAD}n.csv: give"]),
+        ({**several([None] * 4, m_csv=NAMED), "n.csv": "image,class\n0.png,3\n1.png,7\n"}, []),
         (several(FINE, m_txt=NAMED), [f"{UNREAD}m.txt"]),
         (several(FINE, m_csv="name,price\ncar,3\n", info_json="{}"), []),
         (several(FINE, m_csv="id,label\n0,cat\n1,dog\n"), []),

@@ -53,6 +53,9 @@ def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     (tmp_path / "a.tar").touch()
     with pytest.raises(ValueError, match=r"found tar, tar\.gz; .*, or read the tars with data\.source=we"):
         open_folder(tmp_path)
+    (tmp_path / "a-train.tfrecord-00000-of-00002").touch()
+    with pytest.raises(ValueError, match=r"tfrecord-00000-of-00002; .*, or name a TFDS folder as tfds:FOLDER@SPLIT,"):
+        open_folder(tmp_path)
 
 
 def test_images_without_captions_are_an_error_that_names_some(folder):

@@ -138,6 +138,12 @@ def test_names_without_suffix_match_images_despite_case_and_unicode_form(tmp_pat
     assert texts(open_folder(tmp_path, "coco:text", "drop")) == {"caf\u00e9.png": "accent", "B.png": "case"}
 
 
+def test_a_number_is_a_name_without_suffix(tmp_path):
+    images(tmp_path, "in/7.png", "in/70.png")
+    (tmp_path / "m.jsonl").write_text('{"file_name": 70, "text": "x"}\n{"file_name": "7", "text": "y"}')
+    assert texts(open_folder(tmp_path, "jsonl:text")) == {"in/7.png": "y", "in/70.png": "x"}
+
+
 def test_a_dot_in_a_name_without_suffix_belongs_to_the_name(tmp_path):
     images(tmp_path, "v1.png", "v1.5.png", "at 10.30.png", "c.jpg", "d.jpg")
     content = "file_name,text\nv1.5,one\nat 10.30,two\nc.tiff,three\nd.HEIC,four\n"
@@ -332,11 +338,12 @@ def test_coco_images_listed_twice_under_one_name_keep_all_their_captions(tmp_pat
     ("name", "content", "message"),
     [
         ("m.jsonl", '{"file_name": null, "text": "x"}', "line 1: file_name is null, not the name"),
-        ("m.jsonl", '{"file_name": 7, "text": "x"}', "line 1: file_name is 7, not the name"),
+        ("m.jsonl", '{"file_name": 7.5, "text": "x"}', "line 1: file_name is 7.5, not the name"),
         ("m.jsonl", '{"file_name": ["a.png"], "text": "x"}', r'file_name is \["a.png"\], not the'),
         ("m.jsonl", '{"file_name": "a.png", "text": 7}', "line 1: text is 7, not a text"),
         ("m.jsonl", '{"file_name": "a.png", "text": "x"}\n{"text": "y"}', "2: file_name is null"),
         ("m.csv", "file_name,text\na.png,one,two\n", r'line 2 has 3 cells.*"a.png", "one", "two"'),
+        ("m.csv", "file_name| n| text\na.png| 4 one\n", "line 2 has 2 cells.*; add the missing separators$"),
         ("m.csv", "file_name,text\n,one\n", 'm.csv, line 2: file_name is "", not the name'),
         ("m.csv", "picture,text\na.png,one\n", "no row of m.csv .*; the columns are picture, text"),
         ("m.csv", "file_name,title\na.png,one\n", "a value of 'text'; the columns are file_name, title"),
