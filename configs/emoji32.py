@@ -1,4 +1,4 @@
-"""Text-to-image model for 32x32 emoji, to train for two to three hours on two CPU cores.
+"""Text-to-image model for 32x32 emoji, to train for three hours on two CPU cores.
 
 Prompts select the style (Noto or Fluent 3D), the skin tone and the background colour. The model has
 8,346,893 parameters. Before training, download and prepare the pictures; models/emoji32/README.md
@@ -17,7 +17,7 @@ from configs import base32_8m
 
 def get_config() -> ConfigDict:
     c = with_emoji(base32_8m.get_config())
-    c.steps = 11_000
+    c.steps = 14_000
     # At lower noise levels, the colours of backgrounds and skins are often wrong.
     c.diffusion.update(p_mean=0.5, p_std=1.5)
     c.optimizer.update(name="muon", lr=3e-3, schedule="wsd", warmup=100)

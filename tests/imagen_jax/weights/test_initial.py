@@ -168,4 +168,4 @@ def test_starting_weights_with_another_prediction_are_an_error():
     shipped = ROOT / "models" / "emoji32"
     initial.check_prediction(shipped, "x0")
     with pytest.raises(ValueError, match=r"predicts 'x0', but diffusion\.predicts is 'edm'"):
-        initial.check_prediction(f"{shipped}@3600", "edm")
+        initial.check_prediction(f"{shipped}@14000", "edm")
