@@ -1,7 +1,7 @@
 """The shipped emoji model, distilled with MeanFlow so that one step draws a picture.
 
 The model has 8,346,893 parameters. Training starts from the weights in models/emoji32 and takes
-about half an hour on two CPU cores. configs/emoji32.py states how to prepare the pictures.
+21 minutes of CPU time. configs/emoji32.py states how to prepare the pictures.
 
 python -m imagen_jax.train --config=configs/emoji32_meanflow.py --workdir=runs/emoji32_meanflow
 """
