@@ -166,7 +166,7 @@ def doubts(records: Records) -> list[str]:
     # Paragraphs have blank lines between them.
     lines = {text: n for text, n in texts.items() if "\n" in text and all(map(str.strip, text.split("\n")))}
     nouns = "look like ids, paths or URLs", "look like lists or objects of a program", "have one word"
-    nouns = *nouns, "have several lines (txt:lines reads each as a caption)"
+    nouns = *nouns, "have several lines (txt:lines reads each line of a .txt as a caption)"
     for some, noun in zip((ids, lists, single, lines), nouns, strict=True):
         if 2 * (number := sum(some.values())) > total and len(texts) > 1:
             found.append(
